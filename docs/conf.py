@@ -1,0 +1,47 @@
+"The site: Sphinx + myst-nb over the repository root; every library notebook is executed while it is built."
+import os
+import re
+import sys
+from pathlib import Path
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
+os.environ['PYTHONPATH'] = str(ROOT)                   # the kernels import the package from the checkout
+
+project, author = 'peira_krepes', 'The peira_krepes developers'
+copyright = f'2026 onwards, {author}'
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode', 'sphinx.ext.mathjax']
+root_doc = 'index'                                     # the top-level index.md
+include_patterns = ['index.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'nbs/**', 'docs/*.md', 'docs/decisions/*.md']
+exclude_patterns = ['**/.ipynb_checkpoints']
+
+myst_enable_extensions = ['dollarmath', 'amsmath', 'colon_fence', 'deflist']
+myst_heading_anchors = 3
+nb_custom_formats = {'.ipynb': ['nbdev_reader.read', {'package': str(ROOT/'peira_krepes')}, False]}
+nb_execution_mode = 'cache'
+nb_execution_excludepatterns = ['nbs/experiments/*']   # shown with the figures of their last full run
+nb_execution_cache_path = str(ROOT/'_build/jupyter_cache')
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+nb_ipywidgets_js = {}                                  # nothing is fetched when a page opens
+
+autodoc_default_options = {'members': True, 'undoc-members': True, 'show-inheritance': True}
+autodoc_typehints = 'description'
+math_eqref_format = '({number})'
+
+html_theme = 'furo'
+html_title = 'peira_krepes'
+html_static_path = ['_static']
+mathjax_path = 'mathjax/tex-chtml-full.js'             # put into _static by docs/vendor.py
+
+
+def docstring_as_in_notebooks(app, what, name, obj, options, lines):
+    "Docstrings are written as in the notebooks: `$x$` is mathematics and `x` in backticks is code."
+    for i, line in enumerate(lines):
+        line = re.sub(r'(?<![\\$])\$([^$]+)\$', r':math:`\1`', line)
+        lines[i] = re.sub(r'(?<![:`\w])`([^`]+)`(?!`|_)', r'``\1``', line)
+
+
+def setup(app):
+    app.connect('autodoc-process-docstring', docstring_as_in_notebooks, priority=400)
