@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 TESTENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg
 LIMIT := $(shell command -v timeout >/dev/null 2>&1 && echo timeout 1200)
 
-.PHONY: help demo test docs bench clean sync export lab
+.PHONY: help demo test docs bench clean sync lab
 help:                    ## this list
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
 

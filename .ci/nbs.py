@@ -6,7 +6,7 @@ export  write the package's module from each notebook (all notebooks: the same a
 clean   strip outputs, execution counts and metadata; tags and the kernel's name stay.
 check   exit 1 unless every notebook is clean, papermill can read its parameters, and the package is what they export.
 """
-import copy, difflib, hashlib, shutil, subprocess, sys
+import copy, difflib, hashlib, subprocess, sys
 from pathlib import Path
 
 import jupytext, nbformat
@@ -82,7 +82,7 @@ def sync(wanted):
 
 
 def export(wanted):
-    if not wanted: return subprocess.run([shutil.which('nbdev_export') or 'nbdev_export'], cwd=ROOT).returncode
+    if not wanted: return subprocess.run([Path(sys.executable).with_name('nbdev_export')], cwd=ROOT).returncode
     from nbdev.export import nb_export
     for n in names(wanted): nb_export(NBS/f'{n}.ipynb', lib_path=PACKAGE)
     return 0
@@ -108,11 +108,11 @@ def check(wanted):
     for n in names(wanted):
         path = NBS/f'{n}.ipynb'
         if not path.exists(): continue
-        if (nb := read(path)) != cleaned(nb): bad.append(f'nbs/{n}.ipynb: outputs or metadata left (make clean-notebooks)')
+        if (nb := read(path)) != cleaned(nb): bad.append(f'nbs/{n}.ipynb: outputs or metadata left (make sync)')
         if lost := lost_parameters(path): bad.append(f'nbs/{n}.ipynb: papermill cannot read parameter(s) {lost}')
     modules = lambda: {p.relative_to(ROOT): p.read_bytes() for p in PACKAGE.rglob('*.py')}
     before = modules(); export([]); after = modules()
-    bad += [f'{p}: not what the notebooks export (make export)' for p in sorted(before.keys() | after.keys()) if before.get(p) != after.get(p)]
+    bad += [f'{p}: not what the notebooks export (make sync)' for p in sorted(before.keys() | after.keys()) if before.get(p) != after.get(p)]
     print('\n'.join(bad) or 'notebooks are clean and exported')
     return bool(bad)
 
