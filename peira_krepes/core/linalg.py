@@ -80,7 +80,7 @@ def _norm(u):
     top = float(u.abs().max()) if u.numel() else 0.0
     return top * float(torch.linalg.vector_norm(u / top)) if 0 < top < float("inf") else top
 
-# %% ../../nbs/core/20_linalg.ipynb #9f292469
+# %% ../../nbs/core/20_linalg.ipynb #e2cea5e1
 _NAN = "the operator returned NaN or infinity: look at what it is made of"
 _BAD_PRECONDITIONER = "the preconditioner is not positive definite: pass a symmetric positive one, or none"
 _SINGULAR = "the operator is singular and the right-hand side leaves its range: add damping"
@@ -102,25 +102,28 @@ class _Iteration:
         elif not rho > 0: self.stopped = _BAD_PRECONDITIONER
         else:
             self.operator_norm = max(self.operator_norm, size / length)
-            if curvature > 0 and rho / curvature < float("inf"): return rho / curvature
+            if curvature > 0: return rho / curvature
             flat = size <= 100 * torch.finfo(p.dtype).eps * self.operator_norm * length
             self.stopped = _SINGULAR if flat else _NEGATIVE
 
-# %% ../../nbs/core/20_linalg.ipynb #3c3979cd
+# %% ../../nbs/core/20_linalg.ipynb #11f14deb
 @patch
 def sweep(self: _Iteration):
     "Iterate from `x` until the recurrence is below the tolerance, the budget is spent, or `stopped` is set."
     z = self.precondition(self.r)
     p, rho = z.clone(), _dot(self.r, z)
+    highest = rho / torch.finfo(p.dtype).eps
     while len(self.history) <= self.limit:
         Ap = self.apply(p)
         step = self.step(p, Ap, rho)
         if step is None: return
-        self.x, self.r = self.x + step * p, self.r - step * Ap
-        self.history.append(_norm(self.r))
+        r = self.r - step * Ap
+        z = self.precondition(r)
+        rho, old = _dot(r, z), rho
+        if rho > highest: self.stopped = _SINGULAR; return
+        self.x, self.r = self.x + step * p, r
+        self.history.append(_norm(r))
         if self.history[-1] <= self.tol: return
-        z = self.precondition(self.r)
-        rho, old = _dot(self.r, z), rho
         p = z + (rho / old) * p
 
 @patch

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .checks import check_choice, check_count, check_matrix, check_views
 
-# %% ../../nbs/core/10_moments.ipynb #1e5f5446
+# %% ../../nbs/core/10_moments.ipynb #0977b450
 @dataclass(frozen=True, eq=False)
 class TwoViewMoments:
     """Row count, means and uncentred second moments of two views; what a moment objective knows of a batch.
@@ -39,10 +39,9 @@ class TwoViewMoments:
         "Number of features."
         return self.mean_a.shape[0]
 
-    def _map(self, f, **changes):
-        "The same moments with `f` applied to each tensor; `changes` replaces fields."
-        tensors = {x.name: f(getattr(self, x.name)) for x in fields(self) if x.name != "n"}
-        return TwoViewMoments(**({"n": self.n} | tensors | changes))
+    def _tensors(self):
+        "The five tensors, in the order of the fields."
+        return [getattr(self, x.name) for x in fields(self) if x.name != "n"]
 
 # %% ../../nbs/core/10_moments.ipynb #0e1ed2b2
 @patch(as_prop=True)
@@ -94,7 +93,7 @@ def from_features(
         S_aa, S_bb, S_ab = moment(xx, x, p_a, x, p_a), moment(yy, y, p_b, y, p_b), moment(xy, x, p_a, y, p_b)
         return cls(n, x + p_a, y + p_b, (S_aa + S_aa.T) / 2, (S_bb + S_bb.T) / 2, S_ab)
 
-# %% ../../nbs/core/10_moments.ipynb #b0b4f895
+# %% ../../nbs/core/10_moments.ipynb #7f00c497
 @patch
 def __add__(self: TwoViewMoments, other: TwoViewMoments) -> TwoViewMoments:
     "Moments of the union of two disjoint batches: averages weighted by the row counts, exact up to rounding."
@@ -103,8 +102,7 @@ def __add__(self: TwoViewMoments, other: TwoViewMoments) -> TwoViewMoments:
         raise ValueError(f"moments to merge must share features, dtype and device; got {self.d}, {self.S_aa.dtype} on {self.S_aa.device} "
                          f"and {other.d}, {other.S_aa.dtype} on {other.S_aa.device}. Convert one with .to(...).")
     n = self.n + other.n
-    names = [x.name for x in fields(self) if x.name != "n"]
-    return TwoViewMoments(n, *(getattr(self, k) * (self.n / n) + getattr(other, k) * (other.n / n) for k in names))
+    return TwoViewMoments(n, *(x * (self.n / n) + y * (other.n / n) for x, y in zip(self._tensors(), other._tensors())))
 
 # %% ../../nbs/core/10_moments.ipynb #4a0c9edd
 @patch
@@ -113,7 +111,7 @@ def centered(self: TwoViewMoments) -> TwoViewMoments:
     a, b, zero = self.mean_a, self.mean_b, torch.zeros_like(self.mean_a)
     return TwoViewMoments(self.n, zero, zero, self.S_aa - torch.outer(a, a), self.S_bb - torch.outer(b, b), self.S_ab - torch.outer(a, b))
 
-# %% ../../nbs/core/10_moments.ipynb #3097dce8
+# %% ../../nbs/core/10_moments.ipynb #beea9c5c
 @patch
 def project(self: TwoViewMoments,
     A: Tensor, # (d,h) coefficients
@@ -125,9 +123,9 @@ def project(self: TwoViewMoments,
 @patch
 def to(self: TwoViewMoments, dtype: torch.dtype | None = None, device=None) -> TwoViewMoments:
     "The same moments in another precision or on another device; None leaves either as it is."
-    return self._map(lambda t: t.to(dtype=dtype or t.dtype, device=device or t.device))
+    return TwoViewMoments(self.n, *(t.to(dtype=dtype or t.dtype, device=device or t.device) for t in self._tensors()))
 
-# %% ../../nbs/core/10_moments.ipynb #53c59aa2
+# %% ../../nbs/core/10_moments.ipynb #87723b37
 @patch
 def all_reduce(self: TwoViewMoments) -> TwoViewMoments:
     """Moments of the union of all `torch.distributed` processes' rows; the moments themselves when no process group is set up.
@@ -138,7 +136,7 @@ def all_reduce(self: TwoViewMoments) -> TwoViewMoments:
     from torch.distributed.nn.functional import all_reduce
     total = torch.tensor(self.n, device=self.S_aa.device)
     dist.all_reduce(total)
-    n, tensors = int(total), [getattr(self, x.name) for x in fields(self) if x.name != "n"]
+    n, tensors = int(total), self._tensors()
     union = all_reduce(torch.cat([t.flatten() for t in tensors]) * (self.n / n))
     pieces = union.split([t.numel() for t in tensors])
     return TwoViewMoments(n, *(piece.view_as(t) for piece, t in zip(pieces, tensors)))
