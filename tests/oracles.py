@@ -62,3 +62,38 @@ def alignment_loop(Sigma, N):
     import numpy as np
     values, vectors = np.linalg.eigh(Sigma)
     return [float(v @ N @ v / np.linalg.norm(N @ v)) for v in vectors.T[np.argsort(values)[::-1]]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# krepes.concepts: a direction of logistic regression by dense Newton steps, and scores by loops
+# ---------------------------------------------------------------------------------------------------------------------
+def concept_logistic_direction(positive, negative):
+    "Unit normal (h,) of balanced logistic regression with penalty |v|^2 / 2 on rows centred and scaled to unit mean square; Newton."
+    import torch
+    x = torch.cat([positive, negative]).double()
+    x = x - x.mean(0)
+    x = x / (x ** 2).mean().sqrt()
+    p, q, h = len(positive), len(negative), x.shape[1]
+    y = torch.tensor([1.0] * p + [0.0] * q, dtype=torch.float64)
+    weight = torch.tensor([(p + q) / (2 * p)] * p + [(p + q) / (2 * q)] * q, dtype=torch.float64)
+    ones = torch.cat([x, torch.ones(p + q, 1, dtype=torch.float64)], dim=1)
+    penalty = torch.diag(torch.tensor([1.0] * h + [0.0], dtype=torch.float64))  # the intercept is free
+    v = torch.zeros(h + 1, dtype=torch.float64)
+    for _ in range(50):
+        s = torch.sigmoid(ones @ v)
+        gradient = ones.T @ (weight * (s - y)) + penalty @ v
+        hessian = ones.T @ ((weight * s * (1 - s))[:, None] * ones) + penalty
+        v = v - torch.linalg.solve(hessian, gradient)
+    assert gradient.norm() < 1e-10
+    return v[:h] / v[:h].norm()
+
+
+def concept_scores(K_x, dA, direction):
+    "Landmark scores (t,m) along a direction, entry by entry."
+    import torch
+    length = sum(float(d) ** 2 for d in direction) ** 0.5
+    out = torch.zeros(K_x.shape, dtype=torch.float64)
+    for t in range(K_x.shape[0]):
+        for l in range(K_x.shape[1]):
+            out[t, l] = sum(float(K_x[t, l]) * float(dA[l, j]) * float(direction[j]) / length for j in range(dA.shape[1]))
+    return out

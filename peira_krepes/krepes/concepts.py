@@ -19,14 +19,14 @@ from torch import Tensor
 from tqdm import tqdm
 from ..core.checks import check_choice, check_count, check_matrix
 
-# %% ../../nbs/krepes/60_concepts.ipynb #e3babd46
+# %% ../../nbs/krepes/60_concepts.ipynb #a982958e
 METHODS = ("logistic", "mean")
 
 
 def linear_classifier(method):
     "An unfitted scikit-learn classifier for labels 0 and 1 that treats both classes alike whatever their sizes."
     if check_choice(method, "method", METHODS) == "mean": return NearestCentroid()
-    return LogisticRegression(class_weight="balanced", max_iter=1000)
+    return LogisticRegression(class_weight="balanced", tol=1e-8, max_iter=1000)
 
 
 def normal(classifier):

@@ -150,12 +150,14 @@ def _parser():
     p.add_argument("--list", action="store_true", help="print the notebook's parameters and do nothing")
     return p
 
-# %% ../../nbs/lab/70_runs.ipynb #99cbef63
+# %% ../../nbs/lab/70_runs.ipynb #343fa864
 def _follow(args):
     "Do what the parsed command line asks and return the exit status; errors are the caller's."
     notebook = find_notebook(args.notebook)
     if args.list:
-        for p in known_parameters(notebook).values(): print(f"{p!s:36} {p.help}".rstrip())
+        known = known_parameters(notebook).values()
+        width = max((len(str(p)) for p in known), default=0)
+        for p in known: print(f"{p!s:{width}}  {p.help}".rstrip())
         return 0
     if args.out is None: raise ValueError("OUT.ipynb is missing: where should the executed notebook go?")
     values = read_parameters(notebook, dict(args.p))

@@ -70,7 +70,7 @@ def view_seed(
     digest = hashlib.sha256(repr((int(seed), int(epoch), int(step), *map(int, more))).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
-# %% ../../nbs/lab/20_views.ipynb #fea5cc8a
+# %% ../../nbs/lab/20_views.ipynb #945145d7
 def warp(
     images: Tensor, # (n,c,h,w) floating
     boxes: Tensor, # (n,4) top, left, height, width of the crop in pixels, fractions allowed
@@ -79,15 +79,15 @@ def warp(
     """Each image cropped to its box, resized to full size and moved by its map, in one bilinear sampling (n,c,h,w).
 
     Equals torchvision's `resized_crop` without antialias for whole-numbered boxes. Outside the box, its border is continued."""
-    size = torch.tensor([images.shape[3], images.shape[2]], dtype=images.dtype, device=images.device)
-    corner, extent = boxes[:, [1, 0]], boxes[:, [3, 2]]
-    if maps is None: maps = torch.eye(2, 3, dtype=images.dtype, device=images.device).expand(len(images), 2, 3)
-    scale, shift = extent / size, (2 * corner + extent) / size - 1
-    maps = torch.cat([scale[:, :, None] * maps[:, :, :2], (scale * maps[:, :, 2] + shift)[:, :, None]], dim=2)
-    grid = F.affine_grid(maps, images.shape, align_corners=False)
-    first, last = (2 * corner + 1) / size - 1, (2 * (corner + extent) - 1) / size - 1
-    grid = grid.clamp(first[:, None, None], last[:, None, None])
-    return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    n, _, h, w = images.shape
+    size, corner, extent = images.new_tensor([w, h]), boxes[:, [1, 0]], boxes[:, [3, 2]]
+    if maps is None: maps = torch.eye(2, 3, dtype=images.dtype, device=images.device).expand(n, 2, 3)
+    x, y = ((2 * torch.arange(k, dtype=images.dtype, device=images.device) + 1) / k - 1 for k in (w, h))
+    scale, shift = (extent / size)[:, :, None], ((2 * corner + extent) / size - 1)[:, :, None]
+    along_x, along_y = scale * maps[:, :, :1] * x, scale * (maps[:, :, 1:2] * y + maps[:, :, 2:]) + shift
+    first, last = (((2 * end + sign) / size - 1)[:, :, None, None] for end, sign in ((corner, 1), (corner + extent, -1)))
+    grid = (along_x[:, :, None] + along_y[:, :, :, None]).clamp_(first, last)
+    return F.grid_sample(images, grid.permute(0, 2, 3, 1), mode="bilinear", padding_mode="border", align_corners=False)
 
 # %% ../../nbs/lab/20_views.ipynb #83b138ea
 def affine_maps(
@@ -103,7 +103,7 @@ def affine_maps(
     M = torch.stack([cos, (s * cos - sin) * aspect, sin / aspect, s * sin + cos], dim=1).view(-1, 2, 2)
     return torch.cat([M, -2 * (M @ shifts[:, :, None])], dim=2)
 
-# %% ../../nbs/lab/20_views.ipynb #6767167f
+# %% ../../nbs/lab/20_views.ipynb #c14f1bb1
 def _uniform(low, high, shape, images, generator):
     "Draws from [low, high) on the images' device and in their precision."
     u = torch.rand(shape, generator=generator, device=generator.device, dtype=images.dtype).to(images.device)
@@ -120,16 +120,13 @@ def _boxes(policy, images, generator):
 
 def _geometry(images, policy, generator):
     n, _, h, w = images.shape
-    if policy.flip:
-        chosen = _uniform(0, 1, (n, 1, 1, 1), images, generator) < policy.flip
-        images = torch.where(chosen, images.flip(-1), images)
-    moving = policy.rotation or policy.shear or policy.translation
-    if policy.crop == (1, 1) and not moving: return images
-    boxes, maps = _boxes(policy, images, generator), None
-    if moving:
-        draw = lambda limit, *shape: _uniform(-limit, limit, (n, *shape), images, generator)
-        maps = affine_maps(draw(policy.rotation), draw(policy.shear), draw(policy.translation, 2), h, w)
-    return warp(images, boxes, maps)
+    draw = lambda limit, *shape: _uniform(-limit, limit, (n, *shape), images, generator)
+    flipped = _uniform(0, 1, (n, 1), images, generator) < policy.flip
+    if policy.crop == (1, 1) and not (policy.rotation or policy.shear or policy.translation):
+        return torch.where(flipped[:, :, None, None], images.flip(-1), images) if policy.flip else images
+    maps = affine_maps(draw(policy.rotation), draw(policy.shear), draw(policy.translation, 2), h, w)
+    maps[:, :, 0] *= 1 - 2 * flipped.to(maps.dtype)
+    return warp(images, _boxes(policy, images, generator), maps)
 
 # %% ../../nbs/lab/20_views.ipynb #b17508b2
 LUMA = (0.299, 0.587, 0.114)
@@ -202,7 +199,7 @@ def _degrade(images, policy, generator):
         images = images.masked_fill((inside & chosen)[:, None], 0)
     return images
 
-# %% ../../nbs/lab/20_views.ipynb #b4cefe5d
+# %% ../../nbs/lab/20_views.ipynb #f68a0afd
 def augment(
     images: Tensor, # (n,c,h,w) floating, values in [0, 1]
     policy: ViewPolicy, # what may happen
@@ -221,7 +218,7 @@ def augment(
         raise ValueError(f"images must hold values in [0, 1]; got {low:g} to {high:g}. Normalise after the views are made, not before.")
     work = images.float() if images.dtype in (torch.float16, torch.bfloat16) else images
     view = _degrade(_colour(_geometry(work, policy, generator), policy, generator), policy, generator)
-    return images if view is work else view.clamp(0, 1).to(images.dtype)
+    return images if view is work else view.clamp_(0, 1).to(images.dtype)
 
 # %% ../../nbs/lab/20_views.ipynb #b1ca4c9c
 def two_views(
