@@ -97,3 +97,101 @@ def concept_scores(K_x, dA, direction):
         for l in range(K_x.shape[1]):
             out[t, l] = sum(float(K_x[t, l]) * float(dA[l, j]) * float(direction[j]) / length for j in range(dA.shape[1]))
     return out
+
+
+# lab.pretrain: PEIRA's value from its definition ----------------------------------------------------------------------------
+
+def energy_by_inverse(Sigma, N, ridge):
+    "-Tr[Sigma (N + ridge I)^-1] / 2 + ridge Tr[N] / 2 with an explicit inverse."
+    import numpy as np
+    return float(-np.trace(Sigma @ np.linalg.inv(N + ridge * np.eye(len(N)))) / 2 + ridge * np.trace(N) / 2)
+
+
+# ---- peira: the definitions over a joint table, one pair of states at a time ------------------------------------------------------
+def population_energy_by_loops(pi, U, V, ridge, center=False):
+    "PEIRA's population energy of two tables of embeddings from its definition; centred means both views' means are removed first."
+    pi, U, V = (np.asarray(x, dtype=np.float64) for x in (pi, U, V))
+    if center: U, V = U - pi.sum(1) @ U, V - pi.sum(0) @ V
+    k = U.shape[1]
+    Sigma, N, size = np.zeros((k, k)), np.zeros((k, k)), 0.0
+    for x in range(pi.shape[0]):
+        for y in range(pi.shape[1]):
+            u, v = U[x], V[y]
+            Sigma += pi[x, y] * (np.outer(v, u) + np.outer(u, v))
+            N += pi[x, y] * (np.outer(u, u) + np.outer(v, v))
+            size += pi[x, y] * (u @ u + v @ v)
+    P = Sigma @ np.linalg.inv(N + ridge * np.eye(k))
+    return -np.trace(P) / 2 + ridge / 2 * size
+
+
+def maximal_correlation_by_alternation(pi, steps=500):
+    "The largest correlation between zero-mean functions of the two views, by alternating conditional expectations (Breiman and Friedman)."
+    pi = np.asarray(pi, dtype=np.float64)
+    p, q = pi.sum(1), pi.sum(0)
+    u = np.arange(len(p), dtype=np.float64) ** 2 + 1
+    for _ in range(steps):
+        v = np.array([sum(pi[x, y] * u[x] for x in range(len(p))) / q[y] for y in range(len(q))])
+        v -= q @ v
+        u = np.array([sum(pi[x, y] * v[y] for y in range(len(q))) / p[x] for x in range(len(p))])
+        u -= p @ u
+        u /= np.sqrt(p @ u**2)
+    v = np.array([sum(pi[x, y] * u[x] for x in range(len(p))) / q[y] for y in range(len(q))])
+    return np.sqrt(q @ v**2)
+
+
+# ---- objectives: the papers' sums written out, plain loops in float64 ------------------------------------------------------------
+
+def solve_by_elimination(A, B):
+    "A^-1 B by Gauss-Jordan elimination with pivoting on lists of floats."
+    n, M = len(A), [[*map(float, a), *map(float, b)] for a, b in zip(A, B)]
+    for i in range(n):
+        pivot = max(range(i, n), key=lambda r: abs(M[r][i]))
+        M[i], M[pivot] = M[pivot], M[i]
+        M[i] = [x / M[i][i] for x in M[i]]
+        for r in range(n):
+            if r != i: M[r] = [x - M[r][i] * y for x, y in zip(M[r], M[i])]
+    return [row[n:] for row in M]
+
+
+def peira_statistics_by_loops(z_a, z_b):
+    "Sums (not averages) over the rows of v u' + u v' and u u' + v v', and of the rows: lists of floats."
+    u, v = z_a.tolist(), z_b.tolist()
+    k = range(len(u[0]))
+    Sigma = [[sum(v[r][i] * u[r][j] + u[r][i] * v[r][j] for r in range(len(u))) for j in k] for i in k]
+    N = [[sum(u[r][i] * u[r][j] + v[r][i] * v[r][j] for r in range(len(u))) for j in k] for i in k]
+    return Sigma, N, [sum(row[i] for row in u) for i in k], [sum(row[i] for row in v) for i in k]
+
+
+def peira_energy_by_loops(batches, weights, ridge, center=False):
+    "E of PEIRA at the weighted average of the batches' moments; one batch of weight 1 gives the plain objective. (z_a, z_b) in each."
+    k, total = range(batches[0][0].shape[1]), sum(weights)
+    Sigma, N = ([[0.0 for _ in k] for _ in k] for _ in range(2))
+    mean_a, mean_b = [0.0 for _ in k], [0.0 for _ in k]
+    for (z_a, z_b), weight in zip(batches, weights):
+        w = weight / total / len(z_a)
+        S, M, a, b = peira_statistics_by_loops(z_a, z_b)
+        for i in k:
+            mean_a[i] += w * a[i]
+            mean_b[i] += w * b[i]
+            for j in k:
+                Sigma[i][j] += w * S[i][j]
+                N[i][j] += w * M[i][j]
+    if center:
+        Sigma = [[Sigma[i][j] - mean_a[i] * mean_b[j] - mean_b[i] * mean_a[j] for j in k] for i in k]
+        N = [[N[i][j] - mean_a[i] * mean_a[j] - mean_b[i] * mean_b[j] for j in k] for i in k]
+    ridged = [[N[i][j] + (ridge if i == j else 0.0) for j in k] for i in k]
+    transposed = solve_by_elimination(ridged, Sigma)                    # (N + ridge)^-1 Sigma, the transpose of P
+    return sum(-transposed[i][i] / 2 + ridge / 2 * N[i][i] for i in k)
+
+
+def barlow_twins_by_loops(z_a, z_b, redundancy):
+    "Equations 1 and 2 of the paper, one correlation at a time."
+    import math
+    a, b = z_a.tolist(), z_b.tolist()
+    rows, columns = range(len(a)), range(len(a[0]))
+    mean = lambda z, i: sum(z[r][i] for r in rows) / len(z)
+    centred = lambda z: [[z[r][i] - m for i, m in ((i, mean(z, i)) for i in columns)] for r in rows]
+    a, b = centred(a), centred(b)
+    norm = lambda z, i: math.sqrt(sum(z[r][i] ** 2 for r in rows))
+    C = [[sum(a[r][i] * b[r][j] for r in rows) / (norm(a, i) * norm(b, j)) for j in columns] for i in columns]
+    return sum((1 - C[i][i]) ** 2 for i in columns) + redundancy * sum(C[i][j] ** 2 for i in columns for j in columns if i != j)

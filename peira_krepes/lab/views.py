@@ -146,7 +146,7 @@ def colour_matrices(
     H = angle.cos() * (eye - ones / 3) + ones / 3 + angle.sin() / math.sqrt(3) * cross
     return torch.where(grey.view(n, 1, 1), to_grey, H @ S)
 
-# %% ../../nbs/lab/20_views.ipynb #fc4dcc7f
+# %% ../../nbs/lab/20_views.ipynb #d0264e07
 def _factor(amount, applied, images, generator):
     "Factors (n,1,1) in 1 -+ amount, never negative; 1 where the jitter is not applied."
     return torch.where(applied, _uniform(max(0, 1 - amount), 1 + amount, applied.shape, images, generator), 1)
@@ -160,7 +160,7 @@ def _colour(images, policy, generator):
     applied = _uniform(0, 1, (n, 1, 1), images, generator) < policy.jitter
     brightness, contrast = (_factor(a, applied, images, generator) for a in (policy.brightness, policy.contrast))
     weights = images.new_tensor(LUMA if c == 3 else [1 / c] * c)
-    mean = (images.mean(dim=(2, 3)) @ weights).view(n, 1, 1)
+    mean = (images.mean(dim=(2, 3)) * weights).sum(dim=1).view(n, 1, 1)
     M = torch.eye(c, dtype=images.dtype, device=images.device).expand(n, c, c)
     if coloured and c == 3:
         saturation = _factor(policy.saturation, applied, images, generator).view(n)
@@ -169,15 +169,14 @@ def _colour(images, policy, generator):
     offset = ((1 - contrast) * brightness * mean).expand(n, c, 1)
     return torch.baddbmm(offset, brightness * contrast * M, images.reshape(n, c, h * w)).view(n, c, h, w)
 
-# %% ../../nbs/lab/20_views.ipynb #bc62363e
+# %% ../../nbs/lab/20_views.ipynb #43295adb
 def blur(
     images: Tensor, # (n,c,h,w) floating
     sigma: Tensor, # (n,) standard deviations, pixels; 0 leaves an image as it is
 ) -> Tensor:
     "Each image convolved with its own Gaussian (n,c,h,w), weights renormalised at the border."
-    n = len(images)
     for _ in range(2):
-        c, rows, size = images.shape[1:]
+        n, c, rows, size = images.shape
         place = torch.arange(size, dtype=images.dtype, device=images.device)
         B = (-(place[:, None] - place) ** 2 / (2 * sigma.clamp(min=1e-3).view(n, 1, 1) ** 2)).softmax(dim=2)
         images = (images.reshape(n, c * rows, size) @ B.mT).view(n, c, rows, size).mT

@@ -12,10 +12,11 @@ from torch import Tensor
 from ..core.checks import check_count, check_matrix, check_number
 from ..core.linalg import solve_spd
 
-# %% ../../nbs/peira/20_energy.ipynb #bc4384ab
+# %% ../../nbs/peira/20_energy.ipynb #1fed6d53
 def _symmetric(M, name):
     "A checked square symmetric matrix, with its graph."
-    M = check_matrix(M, name, columns=len(M) if hasattr(M, "__len__") else None)
+    M = check_matrix(M, name)
+    if M.shape[0] != M.shape[1]: raise ValueError(f"{name} must be square; got {tuple(M.shape)}.")
     skew, size = (M - M.T).detach().abs().max(), M.detach().abs().max()
     if skew > torch.finfo(M.dtype).eps ** 0.5 * size:
         raise ValueError(f"{name} must be symmetric; entries differ from their mirror images by up to {skew:.1e}. Pass ({name} + {name}.T) / 2.")

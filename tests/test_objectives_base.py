@@ -1,0 +1,96 @@
+"The base of all objectives, through one small objective defined here."
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from conformance import MomentConformance, paired
+from peira_krepes.core.moments import TwoViewMoments
+from peira_krepes.objectives import Curvature, MomentObjective, Objective, from_config
+from peira_krepes.objectives.base import batch_views, coefficients, direction
+
+
+@dataclass(frozen=True)
+class Agreement(MomentObjective):
+    "Mean squared distance of the views."
+    weight: float = 1.0
+    rotation_invariant: ClassVar[bool] = True
+
+    def value(self, moments): return self.weight * (moments.S_N - moments.S_s).trace()
+
+    def curvature(self, A, moments):
+        A, H = coefficients(A, moments), self.weight * (moments.S_N - moments.S_s).detach()
+        return Curvature((A * (H @ A)).sum(), 2 * H @ A, lambda D: 2 * H @ direction(D, A))
+
+
+class TestAgreement(MomentConformance):
+    "The conformance tests hold for an objective that is right by inspection."
+    objectives = [Agreement(), Agreement(weight=2.5)]
+
+    @staticmethod
+    def inner(objective, W_a, W_b): return (W_a - W_b).flatten()
+
+    @staticmethod
+    def outer(objective, g): return objective.weight * g.square().sum() / 9
+
+
+@dataclass(frozen=True)
+class WrongCurvature(Agreement):
+    "Misses a factor of two in the product, as a slip would."
+    def curvature(self, A, moments):
+        right = super().curvature(A, moments)
+        return Curvature(right.value, right.gradient, lambda D: right.ggn(D) / 2)
+
+
+def test_conformance_notices_a_wrong_product():
+    suite = TestAgreement()
+    suite.test_gradient_and_ggn_are_those_of_dense_automatic_differentiation(Agreement())
+    for test in (suite.test_gradient_and_ggn_are_those_of_dense_automatic_differentiation, suite.test_ggn_against_curvlinops):
+        with pytest.raises((AssertionError, pytest.skip.Exception)): test(WrongCurvature())
+
+
+def test_value_of_the_smallest_example_by_hand():
+    z_a, z_b = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([[0.0, 0.0], [0.0, -1.0]])
+    assert Agreement(weight=2.0).loss(z_a, z_b).item() == pytest.approx(2 * (1 + 9) / 2, abs=1e-6)
+
+
+def test_an_objective_without_curvature_trains_and_says_what_it_lacks():
+    @dataclass(frozen=True)
+    class Valued(MomentObjective):
+        rotation_invariant: ClassVar[bool] = True
+        def value(self, moments): return moments.S_N.trace()
+    z_a, z_b = paired()
+    moments = TwoViewMoments.from_features(z_a, z_b)
+    torch.testing.assert_close(Valued().loss(z_a, z_b), (z_a.square().sum() + z_b.square().sum()) / len(z_a), rtol=1e-12, atol=0)
+    with pytest.raises(NotImplementedError, match="Valued has no curvature"): Valued().curvature(torch.ones(5, 2), moments)
+
+
+def test_an_incomplete_objective_cannot_be_built():
+    class Nothing(MomentObjective): pass
+    for cls in (Nothing, MomentObjective, Objective):
+        with pytest.raises(TypeError, match="abstract"): cls()
+    with pytest.raises(ValueError, match="name must be one of"): from_config({"name": "Nothing"})
+
+
+@pytest.mark.parametrize("config, words", [({"name": "peira"}, "PEIRA"), ({"ridge": 0.1}, "name"), ("PEIRA", "dictionary"), ({"name": "PEIRA", "rigde": 0.2}, "rigde"),
+                                           ({"name": "PEIRA", "ridge": -1}, "ridge"), ({"name": "MomentObjective"}, "name must be one of")])
+def test_bad_configurations_are_refused(config, words):
+    with pytest.raises(ValueError, match=words): from_config(config)
+
+
+def test_half_precision_views_are_upcast_with_their_graph():
+    z = torch.ones(3, 2, dtype=torch.bfloat16, requires_grad=True)
+    a, b = batch_views(z, z)
+    assert a.dtype == torch.float32 and b.requires_grad
+    z = z.detach().double()
+    assert batch_views(z, z)[0] is z
+
+
+def test_a_large_mean_costs_no_digits():
+    "Float32 features with mean 1000 and views 0.1 apart: rounding the moments to float32 loses the answer."
+    z_a, z_b = paired(512, 4, shift=1000.0, noise=0.1, dtype=torch.float32)
+    exact = (z_a.double() - z_b.double()).square().sum(1).mean()
+    assert abs(Agreement().loss(z_a, z_b) - exact) < 1e-3 * exact
+    narrow = Agreement().value(TwoViewMoments.from_features(z_a, z_b, dtype=torch.float32))
+    assert abs(narrow - exact) > 1e-2 * exact

@@ -1,0 +1,115 @@
+"""The two flows: where they end, what separates them, and what is refused."""
+import pytest
+import torch
+
+from peira_krepes.peira.critical_points import critical_points, is_strict_saddle
+from peira_krepes.peira.dynamics import distillation_fixed_points, peira_flow, self_distillation_flow
+from peira_krepes.peira.energy import energy, gradient, minimum_energy
+from test_peira_cca import binary_pair, random_table, tied_table
+
+TIED = tied_table(0.8, 0.5).operator(tied=True)
+
+
+def start(rows, dim, seed, norm=None):
+    W = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return W if norm is None else W * norm / W.norm()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_three_state_table_one_flow_dies_and_the_other_arrives(seed):
+    W0 = start(3, 2, seed, norm=0.1)
+    assert self_distillation_flow(W0, TIED, 0.2, 0.05, 400).W.norm() < 1e-6
+    flow = peira_flow(W0, TIED, 0.2, 300)
+    assert flow.energies[-1].item() == pytest.approx(-0.3696932, abs=1e-7) == minimum_energy([0.8, 0.5], 0.2, 2)
+
+
+@pytest.mark.parametrize("rho, center, tied, dim, expected", [(0.25, True, False, 1, -0.08), (0.25, False, False, 2, -0.485), (-0.8, True, False, 1, -0.3155573), (-0.8, True, True, 1, 0.0), (0.0, False, False, 2, -0.405)])
+def test_worked_minima_are_reached(rho, center, tied, dim, expected):
+    B = binary_pair(rho).operator(tied=tied, center=center)
+    flow = peira_flow(start(len(B), dim, 1), B, 0.1, 400)
+    assert flow.energies[-1].item() == pytest.approx(expected, abs=1e-7)
+
+
+def test_peira_flow_descends_and_reports_its_path():
+    B = random_table(3, 4).operator(center=False)
+    W0 = start(7, 2, 0)
+    flow = peira_flow(W0, B, 0.2, 50)
+    assert flow.times[0] == 0 and flow.times[-1] == 50 and torch.equal(flow.path[-1], flow.W)
+    torch.testing.assert_close(flow.path[0], W0, rtol=0, atol=1e-12)
+    assert (flow.energies.diff() <= 1e-12).all()
+    for i in (0, 100, 200): assert flow.energies[i].item() == pytest.approx(energy(flow.path[i], B, 0.2).item(), abs=1e-12)
+    slope = -gradient(flow.path[0], B, 0.2)
+    short = peira_flow(W0, B, 0.2, 1e-6)
+    torch.testing.assert_close((short.W - W0) / 1e-6, slope, rtol=1e-4, atol=1e-5)
+
+
+def test_peira_flow_ends_at_a_minimum_and_escapes_a_saddle():
+    B = TIED
+    saddle = critical_points(B, 0.2, 2)[1].W
+    assert is_strict_saddle(saddle, B, 0.2)
+    escaped = peira_flow(saddle + 1e-3 * start(3, 2, 5), B, 0.2, 300)
+    assert not is_strict_saddle(escaped.W, B, 0.2) and escaped.energies[-1].item() == pytest.approx(minimum_energy([0.8, 0.5], 0.2, 2), abs=1e-8)
+
+
+def test_zero_and_duplicate_columns_are_invariant():
+    W0 = start(3, 2, 0); W0[:, 1] = 0
+    assert peira_flow(W0, TIED, 0.2, 100).W[:, 1].abs().max() == 0
+    W0[:, 1] = W0[:, 0] # for a while: rounding separates them in the end, since the set is unstable
+    W = peira_flow(W0, TIED, 0.2, 3).W
+    torch.testing.assert_close(W[:, 0], W[:, 1], rtol=0, atol=1e-8)
+    assert torch.linalg.eigvalsh(W.T @ W)[0].abs() < 1e-8
+
+
+def test_fixed_points_of_one_mode():
+    (low, s_low), (high, s_high) = distillation_fixed_points(0.8, 0.2, 0.05)
+    assert s_low == pytest.approx(0.01868, abs=5e-6) and low * high == pytest.approx(0.05, abs=1e-14) and low + high == pytest.approx(0.8, abs=1e-14)
+    for p, s in ((low, s_low), (high, s_high)): assert p == pytest.approx(0.8 * s / (s + 0.2), abs=1e-12)
+    assert distillation_fixed_points(0.4, 0.2, 0.05) == () and distillation_fixed_points(-0.8, 0.2, 0.05) == () and distillation_fixed_points(0.5, 0.2, 0.0625) == ()
+    assert distillation_fixed_points(1.0, 0.2, 1e-14)[0][0] == pytest.approx(1e-14, rel=1e-10)
+
+
+@pytest.mark.parametrize("factor, survives", [(0.98, False), (1.02, True)])
+def test_the_lower_fixed_point_separates(factor, survives):
+    "One mode started just below dies, just above arrives at the upper fixed point."
+    _, vectors = torch.linalg.eigh(TIED)
+    (_, low), (_, high) = distillation_fixed_points(0.8, 0.2, 0.05)
+    W0 = (factor * low) ** 0.5 * vectors[:, 2:]
+    share = self_distillation_flow(W0, TIED, 0.2, 0.05, 800).W.square().sum().item()
+    assert share == pytest.approx(high if survives else 0.0, abs=1e-8)
+
+
+def test_without_decay_the_norm_grows_without_bound():
+    norms = self_distillation_flow(start(3, 2, 0, norm=0.1), TIED, 0.2, 0.0, 2000).path.flatten(1).norm(dim=1)
+    assert (norms.diff() > 0).all() and norms[-1] > 2 * norms[20] > 1
+
+
+def test_large_starts_find_the_leading_modes_in_both_flows():
+    W0 = start(3, 1, 3)
+    for flow in (peira_flow(W0, TIED, 0.2, 300), self_distillation_flow(W0, TIED, 0.2, 0.05, 300)):
+        direction = flow.W[:, 0] / flow.W.norm()
+        assert abs(direction @ TIED @ direction - 0.8) < 1e-8
+
+
+@pytest.mark.parametrize("p_index, mode, b, others", [(0, 2, 0.8, (0.5, 0.0)), (1, 2, 0.8, (0.5, 0.0)), (1, 1, 0.5, (0.8, 0.0))])
+def test_linearisation_of_self_distillation(p_index, mode, b, others):
+    "Rates measured from the flow itself: a small displacement, followed for a short time."
+    p, s = distillation_fixed_points(b, 0.2, 0.05)[p_index]
+    _, vectors = torch.linalg.eigh(TIED)
+    W = torch.zeros(3, 2, dtype=torch.float64); W[:, 0] = s**0.5 * vectors[:, mode]
+    duration, size, columns = 1e-3, 1e-4, []
+    for H in torch.eye(6, dtype=torch.float64).view(6, 3, 2):
+        ends = [self_distillation_flow(W + sign * size * H, TIED, 0.2, 0.05, duration).W for sign in (1, -1)]
+        columns.append(((ends[0] - ends[1]) / (2 * size)).flatten())
+    rates = torch.log(torch.linalg.eigvals(torch.stack(columns, 1)).real).sort().values / duration
+    predicted = torch.tensor([-0.1 * (2 * p - b) / b, -0.05, -0.05, 0.0] + [(c - b) * p for c in others], dtype=torch.float64).sort().values
+    torch.testing.assert_close(rates, predicted, rtol=0, atol=1e-5)
+
+
+def test_refusals():
+    W = start(3, 2, 0)
+    for flow in (lambda W, B, r, t: peira_flow(W, B, r, t), lambda W, B, r, t: self_distillation_flow(W, B, r, 0.1, t)):
+        for arguments, words in (((W, TIED, 0, 1), "ridge"), ((W, TIED, 0.1, 0), "duration"), ((W, TIED, 0.1, float("inf")), "duration"), ((W[:2], TIED, 0.1, 1), "W must have shape"),
+                                 ((W, torch.triu(TIED), 0.1, 1), "symmetric"), ((W * float("nan"), TIED, 0.1, 1), "finite")):
+            with pytest.raises(ValueError, match=words): flow(*arguments)
+    with pytest.raises(ValueError, match="decay"): self_distillation_flow(W, TIED, 0.1, -0.1, 1)
+    with pytest.raises(ValueError, match="decay"): distillation_fixed_points(0.5, 0.1, 0)

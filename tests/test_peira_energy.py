@@ -1,0 +1,157 @@
+"""Energy, gradient, Hessian products and the minimum against definitions, autograd and worked values."""
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from oracles import population_energy_by_loops
+from peira_krepes.peira.cca import JointTable
+from peira_krepes.peira.energy import energy, gradient, hessian_product, lipschitz_constant, minimum_energy, predictor
+from test_peira_cca import binary_pair, random_table, tied_table
+
+
+def normal(*shape, seed=0): return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def minimise(B, ridge, dim, seed=0, starts=3):
+    "The lowest energy that a quasi-Newton method reaches."
+    from scipy.optimize import minimize
+    def objective(w):
+        W = torch.from_numpy(w.reshape(len(B), dim))
+        return energy(W, B, ridge).item(), gradient(W, B, ridge).numpy().ravel()
+    rng = np.random.default_rng(seed)
+    return min(minimize(objective, rng.normal(size=len(B) * dim), jac=True, method="BFGS", options={"gtol": 1e-10}).fun for _ in range(starts))
+
+
+@pytest.mark.parametrize("tied, center", [(False, False), (True, False), (False, True), (True, True)])
+def test_energy_is_the_definition(tied, center):
+    table = random_table(4, 4, seed=1)
+    B = table.operator(tied=tied, center=center)
+    W = normal(len(B), 3, seed=2)
+    if center: # the centred operator equals the centred definition where embeddings have mean zero
+        constants = [((table.p + table.q) / 2).sqrt()] if tied else [torch.cat([table.p.sqrt(), 0 * table.q]), torch.cat([0 * table.p, table.q.sqrt()])]
+        for v in constants: W = W - torch.outer(v, v @ W)
+    U, V = table.embeddings(W, tied=tied)
+    if tied and center: # pooled means vanish; the definition removes each view's own, equal to them only for equal marginals
+        table = JointTable((table.pi + table.pi.T) / 2)
+        U, V = table.embeddings(W, tied=True)
+    assert energy(W, B, 0.3).item() == pytest.approx(population_energy_by_loops(table.pi, U, V, 0.3, center), abs=1e-10)
+
+
+@settings(max_examples=30, deadline=None)
+@given(k=st.integers(1, 4), seed=st.integers(0, 10**6), ridge=st.sampled_from([0.05, 0.3, 1.5]), scale=st.sampled_from([0.0, 1e-6, 1.0, 30.0]))
+def test_derivatives_against_autograd(k, seed, ridge, scale):
+    B = random_table(3, 4, seed).operator(center=bool(seed % 2))
+    W, H = (scale * normal(7, k, seed=seed)).requires_grad_(), normal(7, k, seed=seed + 1)
+    by_autograd, = torch.autograd.grad(energy(W, B, ridge), W)
+    torch.testing.assert_close(gradient(W.detach(), B, ridge), by_autograd, rtol=1e-10, atol=1e-10)
+    second = torch.autograd.functional.hvp(lambda W: energy(W, B, ridge), W.detach(), H)[1]
+    torch.testing.assert_close(hessian_product(W.detach(), B, ridge, H), second, rtol=1e-10, atol=1e-10)
+
+
+def test_derivatives_are_finite_at_collapsed_and_repeated_spectra():
+    B = random_table(3, 3).operator()
+    column = normal(6, 1)
+    for W in (torch.zeros(6, 3, dtype=torch.float64), column.repeat(1, 3), torch.cat([column, torch.zeros(6, 2, dtype=torch.float64)], 1), torch.eye(6, 3, dtype=torch.float64)):
+        W = W.clone().requires_grad_()
+        by_autograd, = torch.autograd.grad(energy(W, B, 0.1), W)
+        torch.testing.assert_close(by_autograd, gradient(W.detach(), B, 0.1), rtol=0, atol=1e-10)
+        assert torch.isfinite(hessian_product(W.detach(), B, 0.1, normal(6, 3))).all()
+
+
+def test_rotation_invariance():
+    B, W = random_table(3, 4).operator(), normal(7, 3)
+    R, _ = torch.linalg.qr(normal(3, 3, seed=4))
+    torch.testing.assert_close(energy(W @ R, B, 0.2), energy(W, B, 0.2), rtol=0, atol=1e-10)
+    torch.testing.assert_close(gradient(W @ R, B, 0.2), gradient(W, B, 0.2) @ R, rtol=0, atol=1e-10)
+    torch.testing.assert_close(hessian_product(W @ R, B, 0.2, W[:, [1, 0, 2]] @ R), hessian_product(W, B, 0.2, W[:, [1, 0, 2]]) @ R, rtol=0, atol=1e-10)
+
+
+def test_hessian_is_symmetric():
+    B, W, H, G = random_table(3, 4).operator(), normal(7, 3), normal(7, 3, seed=1), normal(7, 3, seed=2)
+    assert (G * hessian_product(W, B, 0.2, H)).sum().item() == pytest.approx((H * hessian_product(W, B, 0.2, G)).sum().item(), abs=1e-10)
+
+
+def test_value_of_the_auxiliary_loss_is_half_the_inner_product():
+    "The loss that training differentiates is zero at every stationary point, so it is not the energy."
+    from peira_krepes.peira.critical_points import critical_points
+    B = tied_table(0.8, 0.5).operator(tied=True)
+    for point in critical_points(B, 0.2, 2): assert abs((point.W * gradient(point.W, B, 0.2)).sum()) < 1e-12
+    assert critical_points(B, 0.2, 2)[0].energy < -0.3
+
+
+def test_predictor_convention():
+    Sigma, N = torch.tensor([[0.5, 0.3], [0.3, 0.4]], dtype=torch.float64), torch.diag(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    P = predictor(Sigma, N, 0.5)
+    assert P[0, 1].item() == pytest.approx(0.12, abs=1e-12) and P[1, 0].item() == pytest.approx(0.2, abs=1e-12)
+
+
+def test_predictor_minimises_the_ridge_regression():
+    table = random_table(3, 4, seed=6)
+    B, W = table.operator(center=False), normal(7, 2)
+    U, V = table.embeddings(W)
+    P = predictor(W.T @ B @ W, W.T @ W, 0.3).clone().requires_grad_()
+    loss = 0.3 * P.square().sum() + sum(table.pi[x, y] * ((V[y] - P @ U[x]).square().sum() + (U[x] - P @ V[y]).square().sum()) for x in range(3) for y in range(4))
+    slope, = torch.autograd.grad(loss, P)
+    assert slope.abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("rho, center, tied, dim, expected", [
+    (0.25, True, False, 1, -0.08), (0.25, False, False, 2, -0.485), (-0.8, True, False, 1, -0.3155573), (-0.8, True, True, 1, 0.0),
+    (0.0, False, False, 1, -0.405), (0.0, False, True, 1, -0.405), (0.0, True, False, 1, 0.0)])
+def test_worked_minima(rho, center, tied, dim, expected):
+    B = binary_pair(rho).operator(tied=tied, center=center)
+    assert minimum_energy(torch.linalg.eigvalsh(B), 0.1, dim) == pytest.approx(expected, abs=5e-8)
+    assert minimise(B, 0.1, dim) == pytest.approx(expected, abs=5e-8)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 5])
+@pytest.mark.parametrize("ridge", [0.1, 0.4, 0.95])
+def test_minimum_against_an_optimiser(ridge, dim):
+    table = random_table(4, 5, seed=11)
+    assert minimise(table.operator(), ridge, dim) == pytest.approx(minimum_energy(table.canonical_correlations(), ridge, dim), abs=1e-8)
+
+
+def test_minimum_by_hand():
+    assert minimum_energy([0.8, 0.5], 0.2, 2) == pytest.approx(-0.3696932, abs=1e-7)
+    assert minimum_energy([0.5, 0.8], 0.2, 2) == minimum_energy(torch.tensor([0.8, 0.5, -0.9, 0.0], dtype=torch.float64), 0.2, 7)
+    assert minimum_energy(np.array([0.8, -0.9]), 0.2, 2) == minimum_energy([0.8], 0.2, 1)
+    assert minimum_energy([0.04, 0.01], 0.2, 2) == 0.0 and minimum_energy([], 0.2, 1) == 0.0
+
+
+def test_lipschitz_constant_is_sharp_at_collapse_and_never_exceeded():
+    for seed, ridge in ((0, 0.1), (1, 0.5), (2, 2.0)):
+        B = random_table(3, 3, seed).operator()
+        bound = lipschitz_constant(B, ridge)
+        hessian = lambda W: torch.linalg.eigvalsh(torch.autograd.functional.hessian(lambda w: energy(w, B, ridge), W).reshape(12, 12)).abs().max().item()
+        assert hessian(torch.zeros(6, 2, dtype=torch.float64)) == pytest.approx(bound, abs=1e-10)
+        assert max(hessian(scale * normal(6, 2, seed=s)) for s in range(10) for scale in (0.03, 0.2, 1.0)) <= bound + 1e-10
+        assert ridge > 1 or bound <= 4 / ridge
+
+
+@pytest.mark.parametrize("door", [energy, gradient, lambda W, B, ridge: hessian_product(W, B, ridge, W)])
+def test_refusals(door):
+    B, W = random_table(2, 3).operator(), normal(5, 2)
+    for ridge in (0, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="ridge"): door(W, B, ridge)
+    with pytest.raises(TypeError, match="ridge"): door(W, B, "0.1")
+    with pytest.raises(ValueError, match=r"W must have shape \(5, d\); got \(4, 2\)"): door(W[:4], B, 0.1)
+    with pytest.raises(ValueError, match="B must be symmetric"): door(W, torch.triu(B), 0.1)
+    with pytest.raises(ValueError, match="B must be square"): door(W, B[:4], 0.1)
+    with pytest.raises(ValueError, match="share dtype"): door(W.float(), B, 0.1)
+    with pytest.raises(ValueError, match="finite.*row 2"): door(torch.where(torch.arange(5)[:, None] == 2, torch.nan, W), B, 0.1)
+
+
+def test_more_refusals():
+    B, W = random_table(2, 3).operator(), normal(5, 2)
+    with pytest.raises(ValueError, match=r"H must have shape \(5, 2\)"): hessian_product(W, B, 0.1, W[:, :1])
+    for arguments, words in ((([1.5], 0.1, 1), "lie in"), (([[0.5]], 0.1, 1), "one-dimensional"), (([0.5], 0.1, 0), "dim"), (([0.5], 0, 1), "ridge"), (([float("nan")], 0.1, 1), "lie in")):
+        with pytest.raises(ValueError, match=words): minimum_energy(*arguments)
+    with pytest.raises(ValueError, match="one size"): predictor(torch.eye(2), torch.eye(3), 0.1)
+    with pytest.raises(ValueError, match="N must be symmetric"): predictor(torch.eye(2), torch.triu(torch.ones(2, 2)), 0.1)
+
+
+def test_float32_agrees_to_its_precision():
+    B, W = random_table(3, 4).operator(), normal(7, 2)
+    assert energy(W.float(), B.float(), 0.1).dtype == torch.float32
+    torch.testing.assert_close(gradient(W.float(), B.float(), 0.1).double(), gradient(W, B, 0.1), rtol=0, atol=1e-4)
