@@ -36,11 +36,18 @@ html_static_path = ['_static']
 mathjax_path = 'mathjax/tex-chtml-full.js'             # put into _static by docs/vendor.py
 
 
+SPAN = re.compile(r'(?<!\\)\$([^$]+)\$|``[^`]+``|:\w+:`[^`]+`|`([^`]+)`(?!_)')
+
+
+def as_rst(match):
+    "One span of a docstring, in one pass: the end of one must not be taken for the start of the next."
+    formula, code = match.groups()
+    return f':math:`{formula}`' if formula else f'``{code}``' if code else match[0]
+
+
 def docstring_as_in_notebooks(app, what, name, obj, options, lines):
     "Docstrings are written as in the notebooks: `$x$` is mathematics and `x` in backticks is code."
-    for i, line in enumerate(lines):
-        line = re.sub(r'(?<![\\$])\$([^$]+)\$', r':math:`\1`', line)
-        lines[i] = re.sub(r'(?<![:`\w])`([^`]+)`(?!`|_)', r'``\1``', line)
+    lines[:] = [SPAN.sub(as_rst, line) for line in lines]
 
 
 def setup(app):

@@ -195,3 +195,126 @@ def barlow_twins_by_loops(z_a, z_b, redundancy):
     norm = lambda z, i: math.sqrt(sum(z[r][i] ** 2 for r in rows))
     C = [[sum(a[r][i] * b[r][j] for r in rows) / (norm(a, i) * norm(b, j)) for j in columns] for i in columns]
     return sum((1 - C[i][i]) ** 2 for i in columns) + redundancy * sum(C[i][j] ** 2 for i in columns for j in columns if i != j)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# krepes.audit: the whole pipeline with dense matrices: Jacobians output by output, the curvature as a matrix, one solve
+# ---------------------------------------------------------------------------------------------------------------------
+def audit_kernel(encoder, x, y, kind="trace"):
+    "Tangent kernel (n,m) from the gradient of every output of every sample."
+    import torch
+    parameters = [p for p in encoder.parameters() if p.requires_grad]
+
+    def gradients(samples):
+        return torch.stack([torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(out, parameters, retain_graph=True)]) for out in encoder(s[None])[0]])
+                            for s in samples])
+    G, H = gradients(x), gradients(y)
+    h = G.shape[1]
+    if kind == "sum": return G.sum(1) @ H.sum(1).T / h
+    return sum(G[:, j] @ H[:, j].T for j in range(h)) / h
+
+
+def audit_peira(ridge):
+    "PEIRA's loss of two views, and its Gauss-Newton matrix at coefficients A as (mh, mh)."
+    import torch
+
+    def loss(z_a, z_b):
+        n, h = z_a.shape
+        Sigma, N = (z_a.T @ z_b + z_b.T @ z_a) / n, (z_a.T @ z_a + z_b.T @ z_b) / n
+        return -torch.trace(Sigma @ torch.linalg.inv(N + ridge * torch.eye(h, dtype=z_a.dtype))) / 2 + ridge / 2 * torch.trace(N)
+
+    def ggn(A, K_a, K_b):
+        n, (m, h) = len(K_a), A.shape
+        K = torch.cat([K_a, K_b]) / n ** 0.5
+        W, I = K @ A, torch.eye(2 * n, dtype=A.dtype)
+        inverse = torch.linalg.inv(W @ W.T + ridge * I)
+        changes = []
+        for i in range(m * h):
+            D = torch.zeros(m * h, dtype=A.dtype)
+            D[i] = 1
+            H = K @ D.reshape(m, h)
+            changes.append(H @ W.T + W @ H.T)
+        return torch.stack([torch.stack([ridge * torch.trace(C @ inverse @ E) for E in changes]) for C in changes])
+    return loss, ggn
+
+
+def audit_barlow(redundancy):
+    "Barlow Twins' loss of two views, and its Gauss-Newton matrix, the loss cut at the weighted residuals."
+    import torch
+
+    def residuals(z_a, z_b):
+        standard = lambda z: (z - z.mean(0)) / z.std(0, correction=0)
+        C = standard(z_a).T @ standard(z_b) / len(z_a)
+        eye = torch.eye(len(C), dtype=C.dtype)
+        return (redundancy ** 0.5 * (1 - eye) + eye) * (C - eye)
+
+    def ggn(A, K_a, K_b):
+        J = torch.autograd.functional.jacobian(lambda A: residuals(K_a @ A, K_b @ A).flatten(), A).reshape(A.shape[1] ** 2, -1)
+        return 2 * J.T @ J
+    return lambda z_a, z_b: (residuals(z_a, z_b) ** 2).sum(), ggn
+
+
+def audit_surrogate(K_a, K_b, landmarks, dim, objective, damping):
+    "The divisor of the kernel, A_0 and the change dA, both (m,dim), from raw kernel rows of both views and one dense solve."
+    import torch
+    loss, ggn = objective
+    K_mm = K_a[landmarks]
+    scale = torch.diagonal(K_mm).mean()
+    values, vectors = torch.linalg.eigh(K_mm / scale)
+    kept = [i for i in reversed(range(len(values))) if values[i] > 1e-6 * values[-1]]
+    T = torch.stack([vectors[:, i] / values[i] ** 0.5 for i in kept], dim=1)
+    phi_a, phi_b = K_a / scale @ T, K_b / scale @ T
+    Theta = torch.zeros(len(kept), dim, dtype=T.dtype)
+    for j in range(dim): Theta[j, j] = 1
+    Theta.requires_grad_()
+    gradient, = torch.autograd.grad(loss(phi_a @ Theta, phi_b @ Theta), Theta)
+    Theta = Theta.detach()
+    matrix = ggn(Theta, phi_a, phi_b) + damping * torch.eye(Theta.numel(), dtype=T.dtype)
+    step = torch.linalg.solve(matrix, -gradient.flatten()).reshape(Theta.shape)
+    assert loss(phi_a @ (Theta + step), phi_b @ (Theta + step)) < loss(phi_a @ Theta, phi_b @ Theta), "choose a larger damping for this oracle"
+    return scale, T @ Theta, T @ step
+
+
+# ---- krepes.landmarks, krepes.influence: one number at a time ---------------------------------------------------------------------
+def greedy_seeds_by_loops(x, weights, m, generator):
+    "Greedy weighted k-means++ in plain Python, fed with the uniform numbers of a torch generator: one for the start, then 2 + floor(log m) a step."
+    import math
+    import torch
+    x, weights = [list(map(float, row)) for row in x], [float(w) for w in weights]
+    uniforms = lambda count: torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+    distance = lambda i, j: sum((u - v) ** 2 for u, v in zip(x[i], x[j]))
+    def draw(mass, u):
+        target, total = u * sum(mass), 0.0
+        for i, w in enumerate(mass):
+            total += w
+            if total > target: return i
+    seeds = [draw(weights, uniforms(1)[0])]
+    while len(seeds) < m:
+        closest = [min(distance(i, s) for s in seeds) for i in range(len(x))]
+        if not any(closest): break
+        tried = [draw([c * w for c, w in zip(closest, weights)], u) for u in uniforms(2 + int(math.log(m)))]
+        after = [sum(w * min(c, distance(i, t)) for i, (c, w) in enumerate(zip(closest, weights))) for t in tried]
+        seeds.append(tried[after.index(min(after))])
+    return seeds
+
+
+def leverage_by_columns(K, ridge):
+    "Diagonal of K (K + ridge n I)^-1, one linear system for each column."
+    n = len(K)
+    shifted = [[float(K[i][j]) + (ridge * n if i == j else 0.0) for j in range(n)] for i in range(n)]
+    return [float(cholesky_solve_by_loops(shifted, [float(K[i][j]) for i in range(n)])[j]) for j in range(n)]
+
+
+def influence_by_loops(K_x, dA):
+    "Unsigned and signed scores of every sample and landmark, and the length of the shift, from the vectors k dA_l themselves."
+    import math
+    t, m, h = len(K_x), len(dA), len(dA[0])
+    unsigned, signed, lengths = [], [], []
+    for x in range(t):
+        vectors = [[float(K_x[x][l]) * float(dA[l][j]) for j in range(h)] for l in range(m)]
+        shift = [math.fsum(v[j] for v in vectors) for j in range(h)]
+        length = math.sqrt(sum(s * s for s in shift))
+        unsigned.append([math.sqrt(sum(c * c for c in v)) for v in vectors])
+        signed.append([sum(c * s for c, s in zip(v, shift)) / length if length else 0.0 for v in vectors])
+        lengths.append(length)
+    return unsigned, signed, lengths

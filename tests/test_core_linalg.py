@@ -47,6 +47,14 @@ def test_against_a_direct_solve(n, k, seed, scale):
     assert s.converged and s.residual <= 1e-11 and len(s.history) == s.iterations + 1 and s.history[0] == 1
 
 
+@pytest.mark.parametrize("scale, operator_scale", [(1e-30, 1.0), (1e-30, 1e-30), (1.0, 1e-30), (1.0, 1e30), (1e30, 1e30), (1e-6, 1e30)])
+def test_extreme_scales_in_float32(scale, operator_scale):
+    "Squares of these numbers underflow or overflow in float32."
+    A, b = spd(5, dtype=torch.float32), vector(5, dtype=torch.float32)
+    s = cg(lambda x: operator_scale * (A @ x), scale * b, tol=1e-5)
+    torch.testing.assert_close(s.value.double() / scale * operator_scale, torch.linalg.solve(A, b).double(), rtol=1e-4, atol=1e-4)
+
+
 def test_against_scipy():
     A, b = spd(60, floor=0.01), vector(60)
     theirs, info = sla.cg(A.numpy(), b.numpy(), rtol=1e-10, maxiter=1000)
@@ -234,7 +242,7 @@ def test_cg_arguments():
     with pytest.raises(ValueError, match="preconditioner must return"): cg(same, b, preconditioner=lambda r: r[:1])
 
 
-# ---- Cholesky and the helpers ----
+# ---- Cholesky and the small tools ----
 
 @pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.float16, None), (torch.bfloat16, None)])
 def test_solve_spd_against_plain_loops(dtype, tol):
@@ -271,7 +279,7 @@ def test_solve_spd_refusals():
         with pytest.raises(ValueError, match=r"A must be \(d,d\)"): solve_spd(x, y)
 
 
-def test_helpers():
+def test_upcast_and_symmetric():
     for dtype in (torch.float16, torch.bfloat16): assert upcast(torch.ones(2, dtype=dtype)).dtype == torch.float32
     x = torch.ones(2, dtype=torch.float64)
     assert upcast(x) is x

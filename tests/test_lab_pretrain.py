@@ -143,10 +143,11 @@ def test_drawing_inside_the_network_is_reproducible_too(monkeypatch):
     torch.manual_seed(2); assert same(weights(tiny()), weights(first))
 
 def test_order_and_views_differ_from_epoch_to_epoch_and_every_batch_is_whole(monkeypatch):
-    seen = []
+    seen, seeds = [], []
     def views(images, policy, seed):
         pair = two_views(images, policy, seed)
         seen.append((images, *pair))
+        seeds.append(seed)
         return pair
     monkeypatch.setattr(training, "two_views", views)
     tiny() # 72 images: two batches of 32, and 8 left over
@@ -154,7 +155,7 @@ def test_order_and_views_differ_from_epoch_to_epoch_and_every_batch_is_whole(mon
     epochs = [torch.cat([seen[i][0], seen[i + 1][0]]) for i in (0, 2, 4)]
     assert all(len(e.unique(dim=0)) == 64 for e in epochs) # nothing twice within an epoch
     assert not any(torch.equal(e, f) for e, f in itertools.combinations(epochs, 2))
-    assert not any(torch.equal(a, b) for _, a, b in seen)
+    assert len(set(seeds)) == 6 and not any(torch.equal(a, b) for _, a, b in seen)
 
 @pytest.mark.parametrize("n, batch_size, sizes", [(33, 32, [32]), (5, 256, [5]), (3, 2, [2]), (2, 2, [2])])
 def test_no_batch_of_one(monkeypatch, n, batch_size, sizes):

@@ -8,7 +8,7 @@ import torch
 from conformance import MomentConformance, paired
 from peira_krepes.core.moments import TwoViewMoments
 from peira_krepes.objectives import Curvature, MomentObjective, Objective, from_config
-from peira_krepes.objectives.base import batch_views, coefficients, direction
+from peira_krepes.objectives.base import batch_views, direction, fixed_point
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Agreement(MomentObjective):
     def value(self, moments): return self.weight * (moments.S_N - moments.S_s).trace()
 
     def curvature(self, A, moments):
-        A, H = coefficients(A, moments), self.weight * (moments.S_N - moments.S_s).detach()
+        A, moments = fixed_point(A, moments)
+        H = self.weight * (moments.S_N - moments.S_s)
         return Curvature((A * (H @ A)).sum(), 2 * H @ A, lambda D: 2 * H @ direction(D, A))
 
 

@@ -63,8 +63,8 @@ def test_binary_pair():
 def test_least_energy_over_the_scale(rho, sign, expected):
     "A negative correlation is used by untied encoders (opposite signs) and ignored by tied ones, whose best is collapse."
     x, y = signs(rho)
-    energies = [PEIRA(0.1, center=True).loss(s * x, sign * s * y).item() for s in torch.linspace(0, 1.2, 2001, dtype=torch.float64)]
-    assert min(energies) == pytest.approx(expected, abs=1e-6) and min(energies) >= expected - 1e-12
+    energies = [PEIRA(0.1, center=True).loss(s * x, sign * s * y).item() for s in torch.linspace(0, 1.2, 401, dtype=torch.float64)]
+    assert min(energies) == pytest.approx(expected, abs=1e-4) and min(energies) >= expected - 1e-12
 
 
 def test_negative_correlation_worked_value():
@@ -189,13 +189,14 @@ def test_a_change_of_rate_keeps_the_correction_exact():
 def test_gradient_through_the_average_loses_the_trace_term():
     "Along W, the trace term of the naive loss has exactly rate / beta of the frozen one's gradient, the penalty all of it."
     loss, rate = PEIRALoss(3, ridge=0.2, rate=0.1), 0.1
-    for s in range(3): z_a, z_b = (z.requires_grad_() for z in paired(20, 3, seed=s))  ; value = loss(z_a, z_b)
-    before = PEIRALoss(3, ridge=0.2, rate=rate)
-    for s in range(2): before(*paired(20, 3, seed=s))
+    for s in range(2): loss(*paired(20, 3, seed=s))
+    before = copy.deepcopy(loss)
+    z_a, z_b = (z.requires_grad_() for z in paired(20, 3, seed=2))
+    value = loss(z_a, z_b)
     batch = TwoViewMoments.from_features(z_a, z_b)
     Sigma, N, *_ = before._statistics(before._entered(batch))
     trace = -torch.linalg.solve(N + 0.2 * torch.eye(3).double(), Sigma).trace() / 2
-    through, = torch.autograd.grad(trace, z_a)
+    through, = torch.autograd.grad(trace, z_a, retain_graph=True)
     penalty, = torch.autograd.grad(0.1 * batch.S_N.trace(), z_a)
     frozen, = torch.autograd.grad(value, z_a)
     torch.testing.assert_close(through * loss.ema_weight / rate, frozen - penalty, rtol=0, atol=1e-10)
@@ -296,8 +297,9 @@ def test_scaled_backward():
 
 def test_second_derivatives_raise():
     z_a, z_b = (z.requires_grad_() for z in paired(9, 4))
-    g, = torch.autograd.grad(PEIRALoss(4)(z_a, z_b), z_a, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"): g.sum().backward()
+    with pytest.raises(RuntimeError, match="no second derivative"): torch.autograd.grad(PEIRALoss(4)(z_a, z_b), z_a, create_graph=True)
+    hessian = torch.autograd.functional.hessian(lambda a: PEIRA().loss(a, z_b), z_a)
+    assert torch.isfinite(hessian).all() and hessian.abs().max() > 1e-3
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -351,7 +353,7 @@ def test_a_refused_batch_leaves_the_state_alone():
     loss(z_a, z_b)
     before, broken = state(loss), z_a.clone()
     broken[5, 1] = float("nan")
-    huge = [torch.full((8, 3), 1e30), torch.full((8, 3), 1e30)]
+    huge = [(1e30 * z).float() for z in (z_a, z_b)]
     for a, b, error, words in ((broken, z_b, ValueError, "z_a .* row 5"), (z_a, -z_b / 0, ValueError, "z_b"), (z_a[:1], z_b[:1], ValueError, "at least 2 row"), (z_a, z_b[:4], ValueError, "same shape"),
                                (z_a[:, :2], z_b[:, :2], ValueError, "3 columns"), (z_a.long(), z_b.long(), TypeError, "z_a"), (*huge, FloatingPointError, "overflow"),
                                (1e12 * z_a[:2], 1e12 * z_b[:2], FloatingPointError, "Cholesky factor")):
@@ -370,20 +372,18 @@ def test_printed_form_tells_the_parameters():
 
 
 def test_training_a_linear_encoder_reaches_the_closed_form_minimum():
-    "Four Gaussian features, correlations .9 .5 .2 0 after a mixing; ridge .3 keeps modes above .09 and the third is the last of them."
+    "Four Gaussian features, correlations .9 .5 .2 0 after a rotation; ridge .3 keeps modes above .09 and the third is the last of them."
     g = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(400, 8, generator=g, dtype=torch.float64))[0] * 400**0.5
     c = torch.tensor([0.9, 0.5, 0.2, 0.0], dtype=torch.float64)
-    mix = torch.randn(4, 4, generator=g, dtype=torch.float64)
+    mix = rotation(4)
     x_a, x_b = basis[:, :4] @ mix, (c * basis[:, :4] + (1 - c**2).sqrt() * basis[:, 4:]) @ mix
     W, loss = torch.nn.Parameter(torch.randn(4, 4, generator=g, dtype=torch.float64) / 4), PEIRALoss(4, ridge=0.3)
-    optimiser = torch.optim.Adam([W], lr=0.02)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 600)
-    for _ in range(600):
+    optimiser = torch.optim.SGD([W], lr=0.2)
+    for _ in range(500):
         optimiser.zero_grad()
         loss(x_a @ W, x_b @ W).backward()
         optimiser.step()
-        scheduler.step()
     least = -0.5 * ((c[:3].sqrt() - 0.3) ** 2).sum().item()
     assert PEIRA(0.3).loss(x_a @ W, x_b @ W).item() == pytest.approx(least, abs=1e-4)
     estimate = (torch.linalg.eigvalsh(loss.N) + 0.3) ** 2

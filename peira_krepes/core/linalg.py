@@ -56,7 +56,7 @@ def _explain(A):
     raise ValueError(f"A must be positive definite; its smallest eigenvalue is {low:.3e} (size {len(A)}, {A.dtype}). "
                      "Add a ridge larger than its magnitude, or use float64.")
 
-# %% ../../nbs/core/20_linalg.ipynb #7b77edba
+# %% ../../nbs/core/20_linalg.ipynb #69d8441a
 @dataclass(frozen=True, eq=False)
 class Solve:
     "What `cg` found and how well it solves the system; residuals are relative to the norm of the right-hand side."
@@ -77,7 +77,9 @@ def _dot(u, v): return float((u * v).sum())
 
 def _norm(u):
     "Euclidean norm over all entries, safe against overflow and underflow of the squares."
-    top = float(u.abs().max()) if u.numel() else 0.0
+    size = float(torch.linalg.vector_norm(u))
+    if 1e-15 < size < 1e15: return size # the usual case, with one look at the device
+    top = float(u.abs().max())
     return top * float(torch.linalg.vector_norm(u / top)) if 0 < top < float("inf") else top
 
 # %% ../../nbs/core/20_linalg.ipynb #e2cea5e1

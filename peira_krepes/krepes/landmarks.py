@@ -64,7 +64,7 @@ def _weights(x, crowd, generator, block=1024):
         counts += torch.bincount(_reduced(x[part], x[crowd]).argmin(1), minlength=len(crowd))
     return (counts * (n / len(sample))).clamp_min(1)
 
-# %% ../../nbs/krepes/20_landmarks.ipynb #e3a113f1
+# %% ../../nbs/krepes/20_landmarks.ipynb #3f382703
 def crowd_of_candidates(
     x: Tensor, # (n,d) float32, centred, entries at most one
     size: int, # candidates wanted, about
@@ -78,7 +78,7 @@ def crowd_of_candidates(
     closest = torch.full_like(square, torch.inf) # reduced distance
     crowd = new = torch.randint(n, (1,), generator=generator).to(x.device)
     while len(crowd) < 0.75 * size:
-        for start in range(0, n, block):
+        for start in range(0, n if len(new) else 0, block): # a round may draw nothing
             rows = slice(start, start + block)
             closest[rows] = torch.minimum(closest[rows], _reduced(x[rows], x[new]).amin(1))
         d2 = (closest + square).clamp_min(0)

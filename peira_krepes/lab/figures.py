@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['QUICKSTART', 'DRAWERS', 'demand', 'draw_quickstart', 'page', 'draw']
 
-# %% ../../nbs/lab/80_figures.ipynb #2641803a
+# %% ../../nbs/lab/80_figures.ipynb #84fdaab7
 import base64, json
 from pathlib import Path
 
 import jinja2
 
 from ..core.files import atomic_path
-from .pictures import SMOKE, draw_coverage, draw_drop, draw_energy, draw_probes, draw_rank, draw_spectrum, draw_strips, picture, scale_of
+from .pictures import HEADER, ROW, SMOKE, TITLE, draw_coverage, draw_drop, draw_energy, draw_probes, draw_rank, draw_spectrum, draw_strips, picture, scale_of
 from .results import PACKAGE, check_result, declare
 
 # %% ../../nbs/lab/80_figures.ipynb #63b43114
@@ -42,28 +42,28 @@ audits[].examples[].repelling audits[].confidence_drop.top audits[].confidence_d
 audits[].confidence_drop.norm_matched audits[].confidence_drop.norm_matched_se audits[].confidence_drop.n_deleted audits[].confidence_drop.k
 audits[].coverage.kappa audits[].coverage.expected audits[].coverage.p_value audits[].coverage.n_classes findings""".split()
 
-# %% ../../nbs/lab/80_figures.ipynb #3fac6ce1
+# %% ../../nbs/lab/80_figures.ipynb #17059f3e
 def _draw_training(folder, result):
     t, first, last = result["training"], result["training"]["history"][0], result["training"]["history"][-1]
-    alarm = f"COLLAPSE ALARM: {t['collapse']['reason']}" if t["collapse"]["alarm"] else "no collapse alarm"
-    with picture(folder/"training.png", result["smoke"], f"{t['method'].upper()} on {result['data']['name']}, {t['epochs']} epochs – {alarm}", 2.1) as figure:
+    alarm = "COLLAPSE ALARM" if t["collapse"]["alarm"] else "no collapse alarm"
+    with picture(folder/"training.png", result["smoke"], f"{t['method'].upper()} on {result['data']['name'][:24]}, {t['epochs']} epochs – {alarm}", 2.1) as figure:
         for axes, panel in zip(figure.subplots(1, 3), (draw_energy, draw_rank, draw_spectrum)): panel(axes, t)
     return {"training.png": f"Three curves of training. Energy from {first['energy']:.3f} to {last['energy']:.3f}; effective rank {last['effective_rank']:.1f} by singular values "
-            f"and {last['effective_rank_covariance']:.1f} by covariance, of {t['dim']}; largest estimated correlation {max(last['spectrum']):.2f}. Alarm: {alarm}."}
+            f"and {last['effective_rank_covariance']:.1f} by covariance, of {t['dim']}; largest estimated correlation {max(last['spectrum']):.2f}. {alarm.capitalize()}. {t['collapse']['reason']}".strip()}
 
 def _draw_probes(folder, result):
     data = result["data"]
-    with picture(folder/"probes.png", result["smoke"], f"What frozen features know: {data['name']}, {data['n_test']} test images", 2.3) as figure:
+    with picture(folder/"probes.png", result["smoke"], f"What frozen features know: {data['name'][:24]}, {data['n_test']} test images", 1.9) as figure:
         draw_probes(figure.subplots(), result["probes"], len(data["classes"]))
     said = "; ".join(f"{p['features']} {p['knn']:.3f} and {p['linear']:.3f}" for p in result["probes"])
     return {"probes.png": f"Bars of test accuracy by nearest neighbours and by a linear probe. {said}. Chance is {1/len(data['classes']):.3f}."}
 
-# %% ../../nbs/lab/80_figures.ipynb #0519ab6f
+# %% ../../nbs/lab/80_figures.ipynb #16bdc1d5
 def _draw_influence(folder, result):
     alt = {}
     for a in result["audits"]:
         name = f"influence_{a['objective']}.png"
-        with picture(folder/name, result["smoke"], f"Which training images move a test image under {a['objective']}", 0.35 + 0.83*len(a["examples"])) as figure:
+        with picture(folder/name, result["smoke"], f"Which training images move a test image under {a['objective']}", TITLE + HEADER + ROW*len(a["examples"])) as figure:
             draw_strips(figure, a["examples"], scale_of(a["examples"]))
         said = "; ".join(f"test image of class {e['label']}: attracted by {', '.join(str(l['label']) for l in e['attracting'][:5]) or 'none'}, repelled by "
                          f"{', '.join(str(l['label']) for l in e['repelling'][:5]) or 'none'}" for e in a["examples"])
@@ -72,21 +72,20 @@ def _draw_influence(folder, result):
 
 def _draw_audit(folder, result):
     audits = result["audits"]
-    with picture(folder/"audit.png", result["smoke"], "Does the explanation carry weight?", 2.3) as figure:
+    with picture(folder/"audit.png", result["smoke"], "Does the explanation carry weight?", 2.1) as figure:
         for axes, panel in zip(figure.subplots(1, 2), (draw_drop, draw_coverage)): panel(axes, audits)
-    said = "; ".join(f"{a['objective']}: confidence lost {d['top']:.3f} for the top {d['n_deleted']}, {d['norm_matched']:.3f} at the same length, {d['random']:.3f} at random; "
+    said = "; ".join(f"{a['objective']}: confidence lost {d['top']:.3f} for the top {d['n_deleted']}, {d['norm_matched']:.3f} at the same size, {d['random']:.3f} at random; "
                      f"all classes met after {a['coverage']['kappa']} landmarks, {a['coverage']['expected']:.1f} expected by chance" for a in audits for d in [a["confidence_drop"]])
     return {"audit.png": f"Bars of two tests. {said}."}
 
-# %% ../../nbs/lab/80_figures.ipynb #b6442369
+# %% ../../nbs/lab/80_figures.ipynb #ad88b385
 def _draw_overview(folder, result):
-    audit, data = result["audits"][0], result["data"]
-    title = f"{data['name']}: trained without labels, then explained by {audit['n_landmarks']} of its {data['n_train']} training images"
-    with picture(folder/"overview.png", result["smoke"], title, 3.7) as figure:
-        above, below = figure.subfigures(2, 1, height_ratios=[1.9, 1.75])
-        left, middle, right = above.subplots(1, 3, width_ratios=[0.85, 1.3, 1.1])
+    data, examples = result["data"], result["audits"][0]["examples"]
+    strips = HEADER + 2*ROW
+    with picture(folder/"overview.png", result["smoke"], f"{data['name'][:24]}: trained without labels, then explained", TITLE + 1.88 + strips, strips + 0.08) as figure:
+        left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1.25, 1.25])
         draw_energy(left, result["training"]), draw_probes(middle, result["probes"], len(data["classes"])), draw_drop(right, result["audits"])
-        draw_strips(below, audit["examples"][:2], scale_of(audit["examples"]))
+        draw_strips(figure, examples[:2], scale_of(examples), TITLE + 1.88)
     return {"overview.png": f"Summary of the experiment {result['experiment']} on {data['name']}: energy of training, test accuracies, confidence lost when landmarks are deleted, "
             "and two test images with the landmarks that attract and repel them."}
 
@@ -97,12 +96,14 @@ def draw_quickstart(folder, result) -> dict[str, str]:
     for part in (_draw_overview, _draw_training, _draw_probes, _draw_influence, _draw_audit): alt |= part(folder, result)
     return alt
 
-# %% ../../nbs/lab/80_figures.ipynb #1bc5f8b0
+# %% ../../nbs/lab/80_figures.ipynb #fa794356
 DRAWERS = {"quickstart": draw_quickstart} # experiment -> function of (folder, result) that draws its pictures and gives their text alternatives
 
 def _number(x):
     "A number for a table: four significant digits, as text."
     return "–" if x is None else f"{x:.4g}".replace("-", "−") if isinstance(x, float) else str(x)
+
+def _measured(x, error): return f"{x:.3f} ± {error:.3f}".replace("-", "−")
 
 def page(
     result: dict, # what `result.json` holds
@@ -110,7 +111,7 @@ def page(
 ) -> str:
     "A self-contained HTML page of the result."
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = _number
+    environment.filters |= {"number": _number, "measured": _measured}
     template = environment.from_string((PACKAGE/"lab"/"report.html.j2").read_text(encoding="utf-8"))
     embedded = {name: {"alt": alt, "source": "data:image/png;base64," + base64.b64encode(png).decode()} for name, (alt, png) in pictures.items()}
     return template.render(result=result, pictures=embedded, smoke_mark=SMOKE)

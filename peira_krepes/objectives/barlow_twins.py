@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BarlowTwins']
 
-# %% ../../nbs/objectives/30_barlow_twins.ipynb #e5993559
+# %% ../../nbs/objectives/30_barlow_twins.ipynb #2949a455
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.checks import check_number
 from ..core.moments import TwoViewMoments
-from .base import Curvature, MomentObjective, coefficients, direction
+from .base import Curvature, MomentObjective, direction, fixed_point
 
 # %% ../../nbs/objectives/30_barlow_twins.ipynb #003dd54e
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _inverse_std(variance, second_moment):
     alive = variance > 100 * torch.finfo(variance.dtype).eps * second_moment
     return torch.where(alive, variance, 1).rsqrt() * alive
 
-# %% ../../nbs/objectives/30_barlow_twins.ipynb #9e7e0774
+# %% ../../nbs/objectives/30_barlow_twins.ipynb #c7a69b67
 @patch
 def curvature(self: BarlowTwins,
     A: Tensor, # (m,h) coefficients
@@ -59,7 +59,8 @@ def curvature(self: BarlowTwins,
     """Value, gradient and Gauss–Newton product of $A \\mapsto L(K_aA, K_bA)$, the loss cut at $\\omega\\circ(C - I)$; `ValueError` for an `A` that does not fit.
 
     arXiv 2509.24467v3 asks for this product; the standardisation by the batch is differentiated, not frozen."""
-    A, m = coefficients(A, moments), moments.centered()
+    A, moments = fixed_point(A, moments)
+    m = moments.centered()
     aa, bb, ab, ba = m.S_aa @ A, m.S_bb @ A, m.S_ab @ A, m.S_ab.T @ A
     i_a, i_b = (_inverse_std((A * c).sum(0), (A * (S @ A)).sum(0)) for c, S in ((aa, moments.S_aa), (bb, moments.S_bb)))
     scale = torch.outer(i_a, i_b)

@@ -5,19 +5,18 @@
 # %% auto #0
 __all__ = ['PEIRA', 'PEIRALoss']
 
-# %% ../../nbs/objectives/10_peira.ipynb #8b7dacd3
+# %% ../../nbs/objectives/10_peira.ipynb #67b99267
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..core.checks import check_choice, check_count, check_number
 from ..core.linalg import solve_spd, symmetric
 from ..core.moments import TwoViewMoments
-from .base import Curvature, MomentObjective, batch_views, coefficients, direction, overflow_message, process_count
+from .base import Curvature, MomentObjective, batch_views, direction, fixed_point, overflow_message, process_count
 
 # %% ../../nbs/objectives/10_peira.ipynb #1668550b
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def _ridged(N, ridge):
     "$N + \\lambda I$."
     return N + ridge * torch.eye(len(N), dtype=N.dtype, device=N.device)
 
-# %% ../../nbs/objectives/10_peira.ipynb #dd52a2c7
+# %% ../../nbs/objectives/10_peira.ipynb #d23c6e9c
 @patch
 def curvature(self: PEIRA,
     A: Tensor, # (m,h) coefficients
@@ -58,7 +57,8 @@ def curvature(self: PEIRA,
     """Value, gradient and Gauss–Newton product of $A \\mapsto E(K_aA, K_bA)$, the loss cut at $G = WQW^\\top$; `ValueError` for an `A` that does not fit.
 
     The paper gives no curvature; the cut makes it positive semidefinite with the gradient in its range."""
-    A, m, ridge = coefficients(A, moments), self._moments(moments), self.ridge
+    A, m = fixed_point(A, self._moments(moments))
+    ridge = self.ridge
     S_N, M_A, S_A = m.S_N, m.S_N @ A, m.S_s @ A
     Sigma, N = symmetric(A.T @ S_A), symmetric(A.T @ M_A)
     P = solve_spd(_ridged(N, ridge), Sigma).T
@@ -133,17 +133,18 @@ def N(self: PEIRALoss) -> Tensor: # (dim,dim), float64
     "Running $N$, corrected and centred likewise."
     return self._stored()[1]
 
-# %% ../../nbs/objectives/10_peira.ipynb #c512ee20
+# %% ../../nbs/objectives/10_peira.ipynb #360d3419
 class _FrozenGradient(torch.autograd.Function):
-    "A value whose gradients were computed beside it; differentiating twice is an error."
+    "A value whose gradients were computed beside it."
     @staticmethod
     def forward(ctx, value, g_a, g_b, z_a, z_b):
         ctx.save_for_backward(g_a, g_b)
         return value.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
+        # grad mode is on in a backward pass exactly if it was asked for a graph of its own
+        if torch.is_grad_enabled(): raise RuntimeError("PEIRALoss has no second derivative: it would be the auxiliary loss's. Use PEIRA(...).loss, or create_graph=False.")
         g_a, g_b = ctx.saved_tensors
         return None, None, None, grad * g_a, grad * g_b
 
