@@ -7,7 +7,7 @@ __all__ = ['BLUE', 'ORANGE', 'GREY', 'RED', 'INK', 'DPI', 'STYLE', 'SMOKE', 'LEG
            'MARGIN', 'CELL', 'ROW', 'HEADER', 'POWERS', 'picture', 'draw_energy', 'draw_rank', 'draw_spectrum',
            'draw_bars', 'draw_probes', 'draw_drop', 'draw_coverage', 'scale_of', 'draw_image', 'draw_strips']
 
-# %% ../../nbs/lab/75_pictures.ipynb #e04b3271
+# %% ../../nbs/lab/75_pictures.ipynb #c9f2f1db
 import base64, io, math
 from contextlib import contextmanager
 
@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.patches import Rectangle
 from PIL import Image
 
 from ..core.files import atomic_path
@@ -153,19 +154,19 @@ def scale_of(
     power = math.floor(math.log10(largest)) if largest else 0
     return 0 if -1 <= power <= 2 else power
 
-# %% ../../nbs/lab/75_pictures.ipynb #3f558829
-def draw_image(figure, shown, left, top, text="", colour=INK, bold=False):
-    "One image in a coloured frame, `left` and `top` inches from the figure's corner, with its label and `text` below."
-    w, h = figure.get_size_inches()
-    axes = figure.add_axes((left/w, 1 - (top + CELL)/h, CELL/w, CELL/h), xticks=[], yticks=[])
-    axes.spines[:].set(visible=True, color=colour, linewidth=1.6)
-    axes.imshow(imread(io.BytesIO(base64.b64decode(shown["image"])), format="png"), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+# %% ../../nbs/lab/75_pictures.ipynb #c68ea89b
+def draw_image(axes, shown, left, top, text="", colour=INK, bold=False):
+    "One image in a coloured frame, `left` and `top` inches from the corner, with its label and `text` below; the unit of the axes is the inch."
+    image = imread(io.BytesIO(base64.b64decode(shown["image"])), format="png")
+    axes.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="nearest", aspect="auto", extent=(left, left + CELL, top + CELL, top))
+    axes.add_patch(Rectangle((left, top), CELL, CELL, fill=False, edgecolor=colour, linewidth=1.6))
     label = str(shown["label"])
     label = label if len(label) < 13 else label[:11] + "…"
-    weight = "bold" if bold else "normal"
-    axes.annotate(label, (0.5, 0), (0, -2.5), "axes fraction", "offset points", ha="center", va="top", size=6.3 if len(label) < 9 else 5.3, weight=weight)
-    axes.annotate(text, (0.5, 0), (0, -11), "axes fraction", "offset points", ha="center", va="top", size=6.3)
+    under = {"x": left + CELL/2, "ha": "center", "va": "top"}
+    axes.text(y=top + CELL + 0.04, s=label, size=6.3 if len(label) < 9 else 5.3, weight="bold" if bold else "normal", **under)
+    axes.text(y=top + CELL + 0.16, s=text, size=6.3, **under)
 
+# %% ../../nbs/lab/75_pictures.ipynb #525141c2
 def draw_strips(
     figure, # a picture's figure
     examples: list, # test images with their landmarks, one row each
@@ -173,16 +174,19 @@ def draw_strips(
     top: float = TITLE, # inches above the first row's header
 ):
     "Rows of a test image, the landmarks that attract it and those that repel it."
+    width, height = figure.get_size_inches()
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0), autoscale_on=False)
+    axes.set_axis_off()
     unit = f", scores in 10{str(scale).translate(POWERS)}" if scale else ""
     attracting, step = MARGIN + CELL + GROUP_GAP, CELL + GAP
     repelling = attracting + SIDE*step - GAP + GROUP_GAP
     for left, text, colour in ((MARGIN, "test image", INK), (attracting, f"landmarks that attract it{unit}", BLUE), (repelling, "landmarks that repel it", RED)):
-        figure.text(left/7, 1 - top/figure.get_figheight(), text, color=colour, size=7.5, weight="bold", va="top")
-    figure.text(1 - MARGIN/7, 1 - top/figure.get_figheight(), "bold: the test image's class", size=6.3, ha="right", va="top")
+        axes.text(left, top, text, color=colour, size=7.5, weight="bold", va="top")
+    axes.text(width - MARGIN, top, "bold: the test image's class", size=6.3, ha="right", va="top")
     for row, example in enumerate(examples):
         y = top + HEADER + row*ROW
-        draw_image(figure, example, MARGIN, y, bold=True)
+        draw_image(axes, example, MARGIN, y, bold=True)
         for side, left, colour in (("attracting", attracting, BLUE), ("repelling", repelling, RED)):
-            if not example[side]: figure.text(left/7, 1 - (y + CELL/2)/figure.get_figheight(), "none", color=colour, va="center")
+            if not example[side]: axes.text(left, y + CELL/2, "none", color=colour, va="center")
             for i, l in enumerate(example[side][:SIDE]):
-                draw_image(figure, l, left + i*step, y, f"{l['score']/10**scale:+.2f}".replace("-", "−"), colour, l["label"] == example["label"])
+                draw_image(axes, l, left + i*step, y, f"{l['score']/10**scale:+.2f}".replace("-", "−"), colour, l["label"] == example["label"])
