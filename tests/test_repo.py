@@ -141,7 +141,7 @@ def test_every_run_time_dependency_has_its_reason_and_a_pin():
 def test_the_package_imports_only_its_declared_dependencies():
     project = tomllib.loads((ROOT/'pyproject.toml').read_text())['project']
     declared = {split_requirement(d)[0] for d in project['dependencies']}
-    declared |= {'sklearn', 'IPython', 'jupyter_client', 'nbclient', 'yaml'} - {'yaml'}      # scikit-learn's module; parts of ipykernel and papermill
+    declared |= {'sklearn', 'PIL', 'IPython', 'jupyter_client', 'nbclient'}      # modules of scikit-learn and pillow; parts of ipykernel and papermill
     used = {m.split('.')[0] for p in MODULES for m in imported_modules(p) if m}
     assert used - set(sys.stdlib_module_names) - {'peira_krepes'} <= declared
 
