@@ -36,6 +36,15 @@ def views(n=200, d=6, noise=0.3, seed=0):
 def start(d=6, h=3, scale=1.0, seed=1): return scale * torch.randn(d, h, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def kernel_coordinates(m=30, noise=0.2):
+    "Moments of whitened Gaussian-kernel coordinates of two noisy views of points in the plane, and the start in eight dimensions: large, so that Newton overshoots."
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, generator=g, dtype=torch.float64)
+    w = whiten(4 * gaussian(4 * x[:m], 4 * x[:m]))
+    views = (4 * x + noise * torch.randn(400, 2, generator=g, dtype=torch.float64) for _ in range(2))
+    return TwoViewMoments.from_features(*(w.coordinates(4 * gaussian(v, 4 * x[:m])) for v in views)), w.start(8)
+
+
 def dense_change(objective, moments, Theta, damping):
     c = objective.curvature(Theta, moments)
     H = torch.stack([c.ggn(e.view_as(Theta)).flatten() for e in torch.eye(Theta.numel(), dtype=torch.float64)])
@@ -104,7 +113,7 @@ def test_the_loss_never_ends_higher(objective, scale):
 
 
 def test_damping_is_raised_exactly_as_often_as_needed():
-    m, Theta = TwoViewMoments.from_features(*views(noise=1.0)), start(scale=3.0)
+    m, Theta = kernel_coordinates()
     record = gauss_newton(PEIRA(), m, Theta, damping=1e-6).history[0]
     loss = lambda damping: PEIRA().value(m.project(Theta + dense_change(PEIRA(), m, Theta, damping))).item()
     assert record["attempts"] > 1 and record["damping"] == pytest.approx(1e-6 * 10 ** (record["attempts"] - 1))
@@ -113,11 +122,10 @@ def test_damping_is_raised_exactly_as_often_as_needed():
 
 
 def test_damping_relaxes_after_success_but_not_below_the_one_asked_for():
-    m = TwoViewMoments.from_features(*views(noise=1.0))
-    history = gauss_newton(PEIRA(), m, start(scale=3.0), damping=1e-2, steps=8).history
-    assert history[0]["damping"] > 1e-1
-    for one, two in zip(history, history[1:]): assert two["damping"] >= max(1e-2, one["damping"] / 10 * 0.999)
-    assert history[-1]["damping"] == pytest.approx(1e-2)
+    history = gauss_newton(PEIRA(), *kernel_coordinates(), damping=1e-4, steps=8).history
+    assert history[0]["damping"] > 1e-3
+    for one, two in zip(history, history[1:]): assert two["damping"] == pytest.approx(max(1e-4, one["damping"] / 10) * 10 ** (two["attempts"] - 1))
+    assert history[-1]["damping"] == pytest.approx(1e-4)
 
 
 def test_many_steps_reach_a_stationary_point():
@@ -126,7 +134,7 @@ def test_many_steps_reach_a_stationary_point():
     assert step.status == "stationary" and len(step.history) < 500
     Theta = step.Theta.clone().requires_grad_()
     BarlowTwins().value(m.project(Theta)).backward()
-    assert Theta.grad.norm() < 1e-5
+    assert Theta.grad.norm() < 1e-6
 
 
 # ---- honest ends -----------------------------------------------------------------------------------------------------
@@ -167,6 +175,13 @@ def test_overflow_and_nan_on_the_way_are_refused_attempts():
     for change in (overflow, nan):
         step = gauss_newton(with_curvature(change), m, Theta, damping=1e-6)
         assert step.status == "lowered" and (step.Theta - Theta).norm() <= reach and step.history[0]["attempts"] > 1
+
+
+def test_a_curvature_of_nan_is_a_failure_and_not_a_stationary_point():
+    broken = with_curvature(lambda c, A: dataclasses.replace(c, ggn=lambda D: c.ggn(D) * float("nan")))
+    with pytest.warns(RuntimeWarning, match="step 1 is zero"): step = gauss_newton(broken, TwoViewMoments.from_features(*views()), start())
+    assert step.status == "failed" and torch.equal(step.Theta, start())
+    json.dumps(step.history, allow_nan=False)
 
 
 def test_an_unfinished_solve_is_taken_if_it_helps_and_said():

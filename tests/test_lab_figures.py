@@ -18,7 +18,7 @@ from matplotlib.image import imread, imsave
 
 from peira_krepes.lab import pictures
 from peira_krepes.lab.figures import QUICKSTART, demand, draw, page
-from peira_krepes.lab.pictures import draw_bars, draw_coverage, draw_energy, draw_probes, draw_rank, draw_spectrum, draw_strips, picture, scale_of
+from peira_krepes.lab.pictures import draw_bars, draw_coverage, draw_energy, draw_image, draw_probes, draw_rank, draw_spectrum, draw_strips, picture, scale_of
 
 NASTY = '<script>alert("x")</script>'
 
@@ -111,12 +111,13 @@ def test_a_run_with_odd_shapes_is_drawn(tmp_path):
     result['training']['history'] = [{**result['training']['history'][0], 'effective_rank_covariance': 2.0, 'stationarity': None}]
     result['training']['collapse'] = {'alarm': True, 'reason': 'effective rank 1.1 is below 2'}
     result['audits'] = result['audits'][:1]
+    result['audits'][0]['coverage'].update(kappa=None, expected=None, p_value=None)
     for e in result['audits'][0]['examples']:
         e['image'], e['repelling'] = png(0, 3), []
         for l in e['attracting']: l['score'] = 0.0
     draw(written(tmp_path, result))
     text = (tmp_path/'report.html').read_text()
-    assert 'effective rank 1.1 is below 2' in text and 'Collapse alarm' in text and 'a class with quite a long name' in text
+    assert 'some class has no landmark' in text and 'effective rank 1.1 is below 2' in text and 'Collapse alarm' in text and 'a class with quite a long name' in text
 
 
 # ---- honest panels ---------------------------------------------------------------------------------------------------
@@ -162,6 +163,14 @@ def test_one_power_of_ten_is_taken_out_of_all_scores(score, power):
     header = next(w for w in words if 'attract' in w)
     assert ('scores in 10' in header) == (power != 0) and ('10⁻⁷' in header) == (power == -7)
     assert 'none' in words
+
+
+def test_an_image_that_is_not_square_keeps_its_shape():
+    imsave(buffer := io.BytesIO(), np.zeros((4, 8)), format='png', cmap='gray')
+    axes = Figure(figsize=(7, 2)).subplots()
+    draw_image(axes, {'label': 'wide', 'image': base64.b64encode(buffer.getvalue()).decode()}, 1.0, 0.5)
+    left, right, bottom, top = axes.images[0].get_extent()
+    assert right - left == pytest.approx(2*(bottom - top)) == pytest.approx(pictures.CELL) and (bottom + top)/2 == pytest.approx(0.5 + pictures.CELL/2)
 
 
 def test_only_landmarks_of_the_test_images_class_are_bold():
@@ -239,7 +248,7 @@ def test_the_page_holds_every_picture_with_words_for_it(drawn):
     held = {base64.b64decode(i['src'].split(',')[1]) for i in images}
     assert held == {content for name, content in drawn[False].items() if name.endswith('.png')}
     assert all(len(i['alt']) > 60 for i in images)
-    assert any('-1.000 to -4.000' in i['alt'] for i in images)
+    assert any('Energy from −1 to −4;' in i['alt'] for i in images)
 
 
 def test_names_from_outside_are_text_and_never_marks(drawn):

@@ -222,6 +222,11 @@ def test_many_skipped_steps_in_a_row_are_an_error_that_names_the_term(tmp_path, 
     with pytest.raises(FloatingPointError, match=f"gradient was not finite in {steps} steps in a row"): tiny(batch_size=batch_size, out=tmp_path)
     assert len(tried) == steps and not (tmp_path/"checkpoint.pt").exists()
 
+def test_skipped_steps_that_are_not_in_a_row_are_no_error(monkeypatch):
+    count = itertools.count(1)
+    monkeypatch.setattr(Run, "step", lambda self, images, seed: (None, "loss") if next(count) % 2 else (1.0, None))
+    assert tiny(batch_size=3, epochs=1, method="barlow_twins").history[0]["skipped_steps"] == 12 > training.PATIENCE
+
 def test_decay_spares_biases_and_normalisation():
     run = new_run(weight_decay=0.5)
     groups = run.optimizer.param_groups

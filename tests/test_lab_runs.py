@@ -1,6 +1,7 @@
 "Parameters of a notebook, provenance and results, and the launcher: what it refuses, skips, keeps and leaves alone."
 import configparser
 import json
+import logging
 import os
 import platform
 import shlex
@@ -133,6 +134,8 @@ def test_a_passed_parameter_changes_the_result_and_the_record_repeats_the_run(to
 
 
 def test_skip_and_everything_that_ends_it(toy, out, tmp_path, monkeypatch, capsys):
+    package = shutil.copytree(runs.PACKAGE, tmp_path/'peira_krepes', ignore=shutil.ignore_patterns('__pycache__'))
+    monkeypatch.setattr(runs, 'PACKAGE', package)
     run(toy, out, epochs=5)
     stamp = lambda: out.stat().st_mtime_ns
     before = stamp()
@@ -146,12 +149,14 @@ def test_skip_and_everything_that_ends_it(toy, out, tmp_path, monkeypatch, capsy
     assert not up_to_date(toy, out, epochs=5)
     (toy.parent/'made.json').write_text(content)
     assert up_to_date(toy, out, epochs=5)
-    package = shutil.copytree(runs.PACKAGE, tmp_path/'peira_krepes', ignore=shutil.ignore_patterns('__pycache__'))
-    monkeypatch.setattr(runs, 'PACKAGE', package)
-    assert up_to_date(toy, out, epochs=5)  # where the source lies does not matter
-    (package/'core'/'files.py').write_text((package/'core'/'files.py').read_text() + '\n# corrected\n')
-    assert not up_to_date(toy, out, epochs=5)  # what it says does
-    monkeypatch.undo()
+    source = package/'core'/'files.py'
+    content = source.read_text()
+    source.write_text(content + '\n# corrected\n')
+    assert not up_to_date(toy, out, epochs=5)  # the library changed
+    source.write_text(content)
+    shutil.move(package, tmp_path/'elsewhere')
+    monkeypatch.setattr(runs, 'PACKAGE', tmp_path/'elsewhere')
+    assert up_to_date(toy, out, epochs=5)  # where it lies does not matter
     run(toy, out, epochs=5)
     assert stamp() == before
     assert call('--force', toy, out, '-p', 'epochs', '5') == 0 and stamp() != before
@@ -196,6 +201,12 @@ def test_wrong_calls_are_one_line_and_status_2(toy, tmp_path, capfd, monkeypatch
     assert not (tmp_path/'o.ipynb').exists()
 
 
+def test_the_callers_signals_and_log_are_as_before(toy):
+    state = lambda: (signal.getsignal(signal.SIGTERM), logging.getLogger('papermill').level)
+    before = state()
+    assert call(toy, '--list') == 0 and call(toy) == 2 and state() == before
+
+
 def test_list_prints_every_parameter_with_default_and_help(toy, capsys):
     assert call(toy, '--list') == 0
     lines = capsys.readouterr().out.splitlines()
@@ -210,7 +221,7 @@ def test_an_experiments_bare_name_and_the_folder_it_runs_in(tmp_path, monkeypatc
     monkeypatch.chdir(root/'docs')
     assert run('quick', 'out.ipynb', epochs=2) == Path('out.ipynb') and (root/'docs'/'out.ipynb').exists()  # OUT is the shell's
     assert json.loads((root/'made.json').read_text())['epochs'] == 2  # the notebook works in the checkout's root
-    assert 'nbs/experiments/quick.ipynb' in json.loads((root/'made.json').read_text())['command']
+    assert json.loads((root/'made.json').read_text())['command'] == 'peira-run nbs/experiments/quick.ipynb docs/out.ipynb -p epochs 2'
     assert up_to_date(nb, 'out.ipynb', epochs=2)
 
 

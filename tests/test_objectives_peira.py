@@ -255,6 +255,7 @@ def test_casts_of_the_model_leave_the_statistics_in_float64():
     before = model[1].N
     for cast in (model.half, model.bfloat16, model.float): assert cast()[1].ema_N.dtype == torch.float64 and torch.equal(model[1].N, before)
     assert model.to("meta")[1].ema_N.device.type == "meta"
+    with pytest.raises(ValueError, match=r"must be on meta.*got cpu.*Move the loss"): model[1](*paired(8, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -103,7 +103,7 @@ def _data(self: KREPES, pairs):
     if isinstance(self.objective, MomentObjective): return functools.reduce(operator.add, (TwoViewMoments.from_features(*p) for p in pairs))
     return tuple(torch.cat(view) for view in zip(*pairs))
 
-# %% ../../nbs/krepes/90_audit.ipynb #e7b2b83f
+# %% ../../nbs/krepes/90_audit.ipynb #b250f339
 CG_TOLERANCE = 1e-10
 
 
@@ -118,7 +118,7 @@ def fit(self: KREPES,
     like, n = example(encoder, view_a), len(view_a)
     if self.kernel in KERNELS[:2]: entk(encoder, like, kind=self.kernel)
     indices = self._landmarks(encoder, view_a, like)
-    landmarks = view_rows(view_a, indices, "view_a", like)
+    landmarks = view_rows(view_a, indices, "view_a", like).contiguous()
     K_mm = raw_kernel(self.kernel, encoder, landmarks, landmarks)
     scale = K_mm.diagonal().double().mean().item()
     if not scale > 0: raise ValueError(f"the kernel must be positive on the landmarks' diagonal; its mean there is {scale:.3g}. Has the encoder collapsed?")
@@ -130,7 +130,7 @@ def fit(self: KREPES,
     step = gauss_newton(self.objective, self._data(pairs), start, damping=self.damping, tol=CG_TOLERANCE)
     self.encoder_, self.landmark_indices_, self.landmark_inputs_, self.n_samples_ = encoder, indices, landmarks, n
     self.kernel_scale_, self.rank_, self.floor_, self.history_ = scale, whitening.rank, whitening.floor, list(step.history)
-    self.A0_, self.dA_ = T @ start, T @ (step.Theta - start)
+    self.A0_, self.dA_ = ((T @ x).contiguous() for x in (start, step.Theta - start)) # laid out as they load from a file
     self.dim_, self.fingerprint_ = start.shape[1], None if encoder is None else fingerprint(encoder)
     return self
 

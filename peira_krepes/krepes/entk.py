@@ -6,7 +6,7 @@
 __all__ = ['RATES', 'jacobians', 'sizes', 'tiles', 'assemble', 'check_modules', 'check_samples', 'check_outputs', 'kernel',
            'entk']
 
-# %% ../../nbs/krepes/10_entk.ipynb #061713f0
+# %% ../../nbs/krepes/10_entk.ipynb #016e344f
 import math
 
 import torch
@@ -15,7 +15,7 @@ from torch.func import functional_call, jacrev, vmap
 from tqdm import tqdm
 
 from ..core.checks import check_choice, check_count
-from .layerwise import ChannelsMix, close, contract, recognise
+from .layerwise import ChannelsMix, contract, recognise
 
 # %% ../../nbs/krepes/10_entk.ipynb #9703ac79
 def jacobians(
@@ -33,7 +33,7 @@ def jacobians(
                          "Freeze them with requires_grad_(False), or write the module without branches on values.") from error
     return [j.flatten(1).T for j in found.values()]
 
-# %% ../../nbs/krepes/10_entk.ipynb #f44fb953
+# %% ../../nbs/krepes/10_entk.ipynb #271ef9fc
 def sizes(plan, encoder, x, cotangents):
     "Numbers that a row needs: once, and for each output."
     once, each, n = 1, 1 + 3 * sum(p.numel() for p in plan.rest.values()), len(x)
@@ -47,10 +47,11 @@ def sizes(plan, encoder, x, cotangents):
 def tiles(m, h, once, each, memory, batch_size):
     "Rows of a tile, outputs of a pass, tiles of columns kept; `memory` in numbers."
     quarter, least = memory // 4, batch_size or 1
-    if quarter < least * (once + each): return None
-    outputs = min(h, max(8, int((quarter / max(m / 2, least, 128) - once) / each)), int((quarter / least - once) / each))
+    def fit(count): return int((quarter / count - once) / each) # outputs of so many rows in a quarter
+    if fit(least) < 1: return None
+    outputs = min(h, fit(least), max(8, fit(max(least, 128))), fit(m / 2) if fit(m / 2) >= 1 else h)
     outputs = math.ceil(h / math.ceil(h / outputs))
-    rows = batch_size or min(1024, quarter // (once + outputs * each))
+    rows = batch_size or min(512, quarter // (once + outputs * each))
     return rows, outputs, max(1, 2 * quarter // (rows * (once + outputs * each)))
 
 # %% ../../nbs/krepes/10_entk.ipynb #e2ecfbee
@@ -136,13 +137,13 @@ def kernel(encoder, x, y, kind, batch_size, memory):
         try: return assemble(encoder, x, y, plan, cotangents, *cut) / h
         except ChannelsMix: pass
 
-# %% ../../nbs/krepes/10_entk.ipynb #b2ebcd6f
+# %% ../../nbs/krepes/10_entk.ipynb #a3b17505
 def entk(
     encoder: nn.Module, # (n,...) to (n,h), deterministic and without coupling of samples: call `encoder.eval()` first
     x: Tensor, # (n,...) samples along the first axis
     y: Tensor | None = None, # (m,...), None for `x` itself
     kind: str = "trace", # "trace" or "sum" of outputs
-    batch_size: int | None = None, # rows of a tile; None: what `memory` allows, at most 1024
+    batch_size: int | None = None, # rows of a tile; None: what `memory` allows, at most 512
     memory: int = 2**30, # bytes for tiles, the result not counted
 ) -> Tensor: # (n,m), the encoder's dtype, no gradient
     """Raw empirical neural tangent kernel between the rows of `x` and of `y`, in squared outputs per squared unit of the parameters.

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['QUICKSTART', 'DRAWERS', 'demand', 'draw_quickstart', 'page', 'draw']
 
-# %% ../../nbs/lab/80_figures.ipynb #84fdaab7
+# %% ../../nbs/lab/80_figures.ipynb #a7ebf043
 import base64, json
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import jinja2
 
 from ..core.files import atomic_path
 from .pictures import HEADER, ROW, SMOKE, TITLE, draw_coverage, draw_drop, draw_energy, draw_probes, draw_rank, draw_spectrum, draw_strips, picture, scale_of
-from .results import PACKAGE, check_result, declare
+from .results import PACKAGE, check_result
 
 # %% ../../nbs/lab/80_figures.ipynb #63b43114
 def demand(
@@ -42,14 +42,19 @@ audits[].examples[].repelling audits[].confidence_drop.top audits[].confidence_d
 audits[].confidence_drop.norm_matched audits[].confidence_drop.norm_matched_se audits[].confidence_drop.n_deleted audits[].confidence_drop.k
 audits[].coverage.kappa audits[].coverage.expected audits[].coverage.p_value audits[].coverage.n_classes findings""".split()
 
-# %% ../../nbs/lab/80_figures.ipynb #17059f3e
+# %% ../../nbs/lab/80_figures.ipynb #9dc36d4a
+def _number(x):
+    "A number for a sentence or a table: four significant digits, as text."
+    return "–" if x is None else f"{x:.4g}".replace("-", "−") if isinstance(x, float) else str(x)
+
 def _draw_training(folder, result):
-    t, first, last = result["training"], result["training"]["history"][0], result["training"]["history"][-1]
+    t = result["training"]
+    first, last = ({k: _number(v) for k, v in h.items()} for h in (t["history"][0], t["history"][-1]))
     alarm = "COLLAPSE ALARM" if t["collapse"]["alarm"] else "no collapse alarm"
     with picture(folder/"training.png", result["smoke"], f"{t['method'].upper()} on {result['data']['name'][:24]}, {t['epochs']} epochs – {alarm}", 2.1) as figure:
         for axes, panel in zip(figure.subplots(1, 3), (draw_energy, draw_rank, draw_spectrum)): panel(axes, t)
-    return {"training.png": f"Three curves of training. Energy from {first['energy']:.3f} to {last['energy']:.3f}; effective rank {last['effective_rank']:.1f} by singular values "
-            f"and {last['effective_rank_covariance']:.1f} by covariance, of {t['dim']}; largest estimated correlation {max(last['spectrum']):.2f}. {alarm.capitalize()}. {t['collapse']['reason']}".strip()}
+    return {"training.png": f"Three panels of training. Energy from {first['energy']} to {last['energy']}; effective rank {last['effective_rank']} by singular values and "
+            f"{last['effective_rank_covariance']} by covariance, of {t['dim']}; largest estimated correlation {max(t['history'][-1]['spectrum']):.2f}; {alarm}."}
 
 def _draw_probes(folder, result):
     data = result["data"]
@@ -58,7 +63,7 @@ def _draw_probes(folder, result):
     said = "; ".join(f"{p['features']} {p['knn']:.3f} and {p['linear']:.3f}" for p in result["probes"])
     return {"probes.png": f"Bars of test accuracy by nearest neighbours and by a linear probe. {said}. Chance is {1/len(data['classes']):.3f}."}
 
-# %% ../../nbs/lab/80_figures.ipynb #16bdc1d5
+# %% ../../nbs/lab/80_figures.ipynb #6305de06
 def _draw_influence(folder, result):
     alt = {}
     for a in result["audits"]:
@@ -75,7 +80,7 @@ def _draw_audit(folder, result):
     with picture(folder/"audit.png", result["smoke"], "Does the explanation carry weight?", 2.1) as figure:
         for axes, panel in zip(figure.subplots(1, 2), (draw_drop, draw_coverage)): panel(axes, audits)
     said = "; ".join(f"{a['objective']}: confidence lost {d['top']:.3f} for the top {d['n_deleted']}, {d['norm_matched']:.3f} at the same size, {d['random']:.3f} at random; "
-                     f"all classes met after {a['coverage']['kappa']} landmarks, {a['coverage']['expected']:.1f} expected by chance" for a in audits for d in [a["confidence_drop"]])
+                     f"all classes met after {_number(a['coverage']['kappa'])} landmarks, {_number(a['coverage']['expected'])} expected by chance" for a in audits for d in [a["confidence_drop"]])
     return {"audit.png": f"Bars of two tests. {said}."}
 
 # %% ../../nbs/lab/80_figures.ipynb #ad88b385
@@ -96,12 +101,8 @@ def draw_quickstart(folder, result) -> dict[str, str]:
     for part in (_draw_overview, _draw_training, _draw_probes, _draw_influence, _draw_audit): alt |= part(folder, result)
     return alt
 
-# %% ../../nbs/lab/80_figures.ipynb #fa794356
+# %% ../../nbs/lab/80_figures.ipynb #7a2ff2e9
 DRAWERS = {"quickstart": draw_quickstart} # experiment -> function of (folder, result) that draws its pictures and gives their text alternatives
-
-def _number(x):
-    "A number for a table: four significant digits, as text."
-    return "–" if x is None else f"{x:.4g}".replace("-", "−") if isinstance(x, float) else str(x)
 
 def _measured(x, error): return f"{x:.3f} ± {error:.3f}".replace("-", "−")
 
@@ -116,7 +117,7 @@ def page(
     embedded = {name: {"alt": alt, "source": "data:image/png;base64," + base64.b64encode(png).decode()} for name, (alt, png) in pictures.items()}
     return template.render(result=result, pictures=embedded, smoke_mark=SMOKE)
 
-# %% ../../nbs/lab/80_figures.ipynb #b85c5629
+# %% ../../nbs/lab/80_figures.ipynb #754cc587
 def draw(
     folder, # folder with a `result.json`; the pictures and the page go there
 ) -> list[Path]:
@@ -130,6 +131,4 @@ def draw(
     alt = DRAWERS[result["experiment"]](folder, result)
     text = page(result, {name: (said, (folder/name).read_bytes()) for name, said in alt.items()})
     with atomic_path(folder/"report.html") as temporary: temporary.write_text(text, encoding="utf-8")
-    paths = [folder/name for name in alt] + [folder/"report.html"]
-    declare(*paths)
-    return paths
+    return [folder/name for name in alt] + [folder/"report.html"]

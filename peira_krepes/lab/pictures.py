@@ -117,7 +117,7 @@ def draw_probes(axes, probes, n_classes):
     axes.legend(*axes.get_legend_handles_labels(), **LEGEND)
     axes.set(title="Frozen features", xlabel="test accuracy ± 1 s.e.", xticks=np.linspace(0, 1, 5))
 
-# %% ../../nbs/lab/75_pictures.ipynb #27a9b3b5
+# %% ../../nbs/lab/75_pictures.ipynb #67dbd23d
 def draw_drop(axes, audits):
     "Fall of nearest-neighbour confidence after three kinds of deletion, for each objective; `audits` is that part of a result."
     drops, n = [a["confidence_drop"] for a in audits], audits[0]["confidence_drop"]["n_deleted"]
@@ -126,14 +126,14 @@ def draw_drop(axes, audits):
     axes.set(title="Confidence lost", xlabel=f"drop without {n} landmarks ± 1 s.e.")
 
 def draw_coverage(axes, audits):
-    "Landmarks needed to meet every class, beside what a random order needs."
-    for y, (a, c) in enumerate((a, a["coverage"]) for a in audits):
-        axes.barh(y, c["kappa"], 0.5, color=BLUE, label=None if y else "by influence")
-        axes.plot([c["expected"]]*2, [y - 0.36, y + 0.36], color=INK, lw=2, label=None if y else "random order, expected")
-        axes.annotate(f"{c['kappa']:g} against {c['expected']:.1f}\np = {c['p_value']:.2g}", (max(c["kappa"], c["expected"]), y), (5, 0),
-                      textcoords="offset points", va="center", size=6.3)
-    furthest = max(max(a["coverage"]["kappa"], a["coverage"]["expected"]) for a in audits)
-    axes.set(title=f"Landmarks until all {audits[0]['coverage']['n_classes']} classes are met", xlim=(0, 1.4*furthest), ylim=(len(audits) - 0.45, -1.05),
+    "Landmarks needed to meet every class, beside what a random order needs; only words where some class has no landmark."
+    ends = [max(a["coverage"]["kappa"] or 0, a["coverage"]["expected"] or 0) for a in audits]
+    for y, (c, end) in enumerate(zip([a["coverage"] for a in audits], ends)):
+        axes.barh(y, c["kappa"] or 0, 0.5, color=BLUE, label=None if y else "by influence")
+        if end: axes.plot([c["expected"]]*2, [y - 0.36, y + 0.36], color=INK, lw=2, label=None if y else "random order, expected")
+        words = "some class has no landmark" if c["kappa"] is None else f"{c['kappa']:g} against {c['expected']:.1f}\np = {c['p_value']:.2g}"
+        axes.annotate(words, (end, y), (5, 0), textcoords="offset points", va="center", size=6.3)
+    axes.set(title=f"Landmarks until all {audits[0]['coverage']['n_classes']} classes are met", xlim=(0, 1.4*max(ends) or 1), ylim=(len(audits) - 0.45, -1.05),
              xlabel="number of landmarks")
     axes.set_yticks(range(len(audits)), [a["objective"] for a in audits])
     axes.tick_params(axis="y", length=0)
@@ -154,11 +154,13 @@ def scale_of(
     power = math.floor(math.log10(largest)) if largest else 0
     return 0 if -1 <= power <= 2 else power
 
-# %% ../../nbs/lab/75_pictures.ipynb #c68ea89b
+# %% ../../nbs/lab/75_pictures.ipynb #a4855650
 def draw_image(axes, shown, left, top, text="", colour=INK, bold=False):
     "One image in a coloured frame, `left` and `top` inches from the corner, with its label and `text` below; the unit of the axes is the inch."
     image = imread(io.BytesIO(base64.b64decode(shown["image"])), format="png")
-    axes.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="nearest", aspect="auto", extent=(left, left + CELL, top + CELL, top))
+    tall, wide = CELL*np.array(image.shape[:2])/max(image.shape[:2]) # an image that is not square keeps its shape within the frame
+    x, y = left + (CELL - wide)/2, top + (CELL - tall)/2
+    axes.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="nearest", aspect="auto", extent=(x, x + wide, y + tall, y))
     axes.add_patch(Rectangle((left, top), CELL, CELL, fill=False, edgecolor=colour, linewidth=1.6))
     label = str(shown["label"])
     label = label if len(label) < 13 else label[:11] + "…"

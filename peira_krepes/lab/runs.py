@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['RECORD', 'project_root', 'find_notebook', 'up_to_date', 'run', 'main']
 
-# %% ../../nbs/lab/70_runs.ipynb #24a50916
-import argparse, difflib, json, logging, os, shlex, signal, sys, textwrap
-from contextlib import suppress
+# %% ../../nbs/lab/70_runs.ipynb #f91e2c4c
+import argparse, difflib, json, logging, os, shlex, signal, sys, textwrap, threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat, papermill
@@ -65,7 +65,7 @@ def up_to_date(
     same = lambda path, digest: path.is_file() and file_digest(path) == digest
     return record["key"] == key and all(same(_folder(notebook)/name, digest) for name, digest in record["files"].items())
 
-# %% ../../nbs/lab/70_runs.ipynb #669dd330
+# %% ../../nbs/lab/70_runs.ipynb #8d3ba771
 def _kernel_manager(command):
     "A class of kernel managers that start the running interpreter, and tell the notebook the `command` it was started by."
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--IPKernelApp.log_level=50"]
@@ -77,7 +77,9 @@ def _kernel_manager(command):
 
 def _command(notebook, out, values):
     "The command line that repeats a run, without the folders of the machine it ran on."
-    words = ["peira-run", str(notebook.resolve().relative_to(_folder(notebook))), out.name]
+    root = _folder(notebook)
+    inside = lambda path: str(path.resolve().relative_to(root.resolve())) if path.resolve().is_relative_to(root.resolve()) else path.name
+    words = ["peira-run", inside(notebook), inside(out)]
     for name, value in values.items(): words += ["-p", name, str(without_folders(value))]
     return shlex.join(words)
 
@@ -150,7 +152,20 @@ def _parser():
     p.add_argument("--list", action="store_true", help="print the notebook's parameters and do nothing")
     return p
 
-# %% ../../nbs/lab/70_runs.ipynb #343fa864
+# %% ../../nbs/lab/70_runs.ipynb #f2c7ea3e
+@contextmanager
+def _as_a_command():
+    "While the block runs, SIGTERM acts like Ctrl-C and papermill's log is silent: what it warns of is refused or reported here."
+    log = logging.getLogger("papermill")
+    level, main_thread = log.level, threading.current_thread() is threading.main_thread() # only there can a signal's handler be set
+    log.setLevel(logging.CRITICAL)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main_thread else None
+    try: yield
+    finally:
+        log.setLevel(level)
+        if main_thread: signal.signal(signal.SIGTERM, before)
+
+# %% ../../nbs/lab/70_runs.ipynb #5a7bc8b6
 def _follow(args):
     "Do what the parsed command line asks and return the exit status; errors are the caller's."
     notebook = find_notebook(args.notebook)
@@ -170,10 +185,9 @@ def main(
 ) -> int:
     "The command `peira-run`: 0 done or up to date, 1 a cell failed, 2 bad parameter or no such notebook, 130 stopped; one line on standard error, no traceback."
     args = _parser().parse_args(argv)
-    logging.getLogger("papermill").setLevel(logging.CRITICAL) # what it warns of is refused here or reported below
-    with suppress(ValueError): signal.signal(signal.SIGTERM, signal.default_int_handler) # not possible outside the main thread
     kept = lambda: f"see {Path(args.out).with_suffix('.failed.ipynb')}"
-    try: return _follow(args)
+    try:
+        with _as_a_command(): return _follow(args)
     except KeyboardInterrupt: return _say(130, "stopped; nothing was written")
     except PapermillExecutionError as e: return _say(1, f"cell In [{e.exec_count}] failed: {e.ename}: {e.evalue} ({kept()})")
     except DeadKernelError: return _say(1, f"the kernel died, perhaps for want of memory ({kept()})")

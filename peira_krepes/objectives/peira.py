@@ -103,7 +103,7 @@ class PEIRALoss(nn.Module):
     def extra_repr(self):
         return f"dim={self.dim}, ridge={self.objective.ridge:g}, rate={self.rate:g}, center={self.objective.center}"
 
-# %% ../../nbs/objectives/10_peira.ipynb #f1ae482b
+# %% ../../nbs/objectives/10_peira.ipynb #690a46b0
 @patch
 def _entered(self: PEIRALoss, batch):
     "The running averages after a batch of these moments, as new tensors."
@@ -112,11 +112,11 @@ def _entered(self: PEIRALoss, batch):
 
 @patch
 def _statistics(self: PEIRALoss, averages):
-    "$\\Sigma$, $N$ and the two means from running averages: corrected for the zero start, then centred if asked."
+    "$\\Sigma$, $N$ and the two means from running averages: corrected for the zero start, then centred if asked; exactly symmetric."
     Sigma, N, a, b = (averages[k] / averages["weight"] for k in ("Sigma", "N", "mean_a", "mean_b"))
-    if not self.objective.center: return symmetric(Sigma), symmetric(N), torch.zeros_like(a), torch.zeros_like(b)
+    if not self.objective.center: return Sigma, N, torch.zeros_like(a), torch.zeros_like(b)
     ab = torch.outer(a, b)
-    return symmetric(Sigma - ab - ab.T), symmetric(N - torch.outer(a, a) - torch.outer(b, b)), a, b
+    return Sigma - (ab + ab.T), N - (torch.outer(a, a) + torch.outer(b, b)), a, b
 
 @patch
 def _stored(self: PEIRALoss):
@@ -159,7 +159,7 @@ def _energy_and_rows(x, Sigma, N, ridge):
     rows = torch.linalg.solve_triangular(L, w @ K - other_view, upper=False, left=False).add_(x, alpha=ridge)
     return ridge / 2 * N.trace() - K.trace() / 2, rows
 
-# %% ../../nbs/objectives/10_peira.ipynb #8c18367a
+# %% ../../nbs/objectives/10_peira.ipynb #0ac4e119
 @patch
 def forward(self: PEIRALoss,
     z_a: Tensor, # (n,dim) embeddings of view a, n >= 2
@@ -170,13 +170,14 @@ def forward(self: PEIRALoss,
     `ValueError`/`TypeError` for bad views, naming the row; `FloatingPointError` on overflow. Either leaves the statistics as they were."""
     z_a, z_b = batch_views(z_a, z_b)
     if z_a.shape[1] != self.dim: raise ValueError(f"z_a and z_b must have {self.dim} columns, the dim of this PEIRALoss; got {z_a.shape[1]}. Construct it with dim={z_a.shape[1]}.")
+    if z_a.device != self.ema_N.device: raise ValueError(f"z_a and z_b must be on {self.ema_N.device}, where the statistics are; got {z_a.device}. Move the loss with .to(z_a.device).")
     with torch.no_grad(), torch.autocast(z_a.device.type, enabled=False):
         batch = TwoViewMoments.from_features(z_a, z_b).all_reduce()
         averages = self._entered(batch)
         Sigma, N, *means = self._statistics(averages)
         size = N.norm().item()
         if not size < float("inf"): raise FloatingPointError(overflow_message("PEIRALoss", z_a, z_b))
-        work = z_a.dtype if size <= 1e3 * self.objective.ridge else torch.float64
+        work = z_a.dtype if size < 3e3 * self.objective.ridge else torch.float64
         x = torch.cat([z - mean.to(z) for z, mean in zip((z_a, z_b), means)]).to(work)
         value, rows = _energy_and_rows(x, Sigma.to(work), N.to(work), self.objective.ridge)
         value, rows = value.to(z_a.dtype), rows.mul_(process_count() / batch.n).to(z_a.dtype)
