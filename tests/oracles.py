@@ -318,3 +318,59 @@ def influence_by_loops(K_x, dA):
         signed.append([sum(c * s for c, s in zip(v, shift)) / length if length else 0.0 for v in vectors])
         lengths.append(length)
     return unsigned, signed, lengths
+
+
+# ---- krepes.alignment, krepes.fidelity: one pair, one order, one neighbour at a time ----------------------------------------------
+def agreement_by_loops(samples, landmarks, span=None):
+    "1 - |difference| / span for numbers, equality otherwise, None for a missing pair."
+    missing = lambda v: v is None or v != v
+    number = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in [*samples, *landmarks] if not missing(v))
+    known = [v for v in [*samples, *landmarks] if not missing(v)]
+    if number and span is None: span = max(known) - min(known)
+    def one(u, v):
+        if missing(u) or missing(v): return None
+        if not number or span == 0: return float(u == v)
+        return 1 - min(abs(u - v) / span, 1)
+    return [[one(u, v) for v in landmarks] for u in samples]
+
+
+def alignment_by_subsets(influences, v, top_k):
+    "Mean over samples of the agreement with the top landmarks less that with every subset of top_k landmarks in turn; pairs that are None are left out."
+    import itertools
+    pool = [l for l in range(len(v[0])) if any(row[l] is not None for row in v)]
+    gaps, chances = [], []
+    for scores, row in zip(influences, v):
+        if all(row[l] is None for l in pool): continue
+        top = sorted(pool, key=lambda l: (-scores[l], l))[:top_k]
+        subsets = [sum(row[l] for l in s) / top_k for s in itertools.combinations(pool, top_k)]
+        chances.append(sum(subsets) / len(subsets))
+        gaps.append(sum(row[l] for l in top) / top_k - chances[-1])
+    return sum(gaps) / len(gaps), sum(chances) / len(chances), len(gaps)
+
+
+def coverage_expectation_by_inclusion_exclusion(counts):
+    "Expected draws without replacement until every class occurred: sum over sets of classes of the wait for the first of the set, in exact fractions."
+    import itertools
+    from fractions import Fraction
+    N, total = sum(counts), Fraction(0)
+    for size in range(1, len(counts) + 1):
+        for chosen in itertools.combinations(counts, size):
+            total += (-1) ** (size + 1) * Fraction(N + 1, sum(chosen) + 1)
+    return total
+
+
+def confidence_by_loops(z, reference, labels, k):
+    "Share of each class among the k nearest references, a dict for each row."
+    out = []
+    for row in z:
+        distances = [sum((a - b) ** 2 for a, b in zip(row, r)) for r in reference]
+        nearest = sorted(range(len(reference)), key=lambda i: distances[i])[:k]
+        out.append({c: sum(labels[i] == c for i in nearest) / k for c in sorted(set(labels))})
+    return out
+
+
+def kendall_by_pairs(x, y):
+    "tau_b from all pairs: concordant less discordant, over the root of the numbers of pairs untied in each."
+    sign = lambda a: (a > 0) - (a < 0)
+    pairs = [(sign(x[i] - x[j]), sign(y[i] - y[j])) for i in range(len(x)) for j in range(i)]
+    return sum(a * b for a, b in pairs) / (sum(a != 0 for a, _ in pairs) * sum(b != 0 for _, b in pairs)) ** 0.5

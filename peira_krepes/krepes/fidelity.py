@@ -43,7 +43,7 @@ def _mean(values):
     "Mean and standard error of per-sample numbers (t,), t >= 2."
     return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
 
-# %% ../../nbs/krepes/80_fidelity.ipynb #1baf31ff
+# %% ../../nbs/krepes/80_fidelity.ipynb #c67de401
 def neighbour_shares(
     z: Tensor, # (t,h) embeddings
     reference: Tensor, # (n,h) embeddings with known classes
@@ -67,7 +67,15 @@ def _stretched(deletion, length):
     "Rows of `deletion` (t,h) scaled to `length` (t,1); rows of zeros stay zero."
     return deletion * (length / deletion.norm(dim=1, keepdim=True).clamp_min(torch.finfo(deletion.dtype).tiny))
 
-# %% ../../nbs/krepes/80_fidelity.ipynb #c310adc0
+
+def _deletions(K_x, A, scores, count, draws, generator):
+    "What is taken from each embedding, lists of (t,h): the top landmarks by score, random ones, and the same at the length of the top."
+    top = _contributions(K_x, A, scores.argsort(dim=1, descending=True, stable=True)[:, :count])
+    shuffles = [torch.rand(K_x.shape, generator=generator).argsort(1).to(A.device) for _ in range(draws)]
+    chance = [_contributions(K_x, A, order[:, :count]) for order in shuffles]
+    return {"top": [top], "random": chance, "norm_matched": [_stretched(d, top.norm(dim=1, keepdim=True)) for d in chance]}
+
+# %% ../../nbs/krepes/80_fidelity.ipynb #45717e3b
 def confidence_drop(
     K_x: Tensor, # (t,m) kernel of t >= 2 samples against the landmarks
     A: Tensor, # (m,h) coefficients of the whole surrogate, prior and shift
@@ -91,11 +99,9 @@ def confidence_drop(
     before = neighbour_shares(z, reference, codes, k)
     original = (np.arange(t), before.argmax(1))
     lost = lambda deletion: before[original] - neighbour_shares(z - deletion, reference, codes, k)[original]
-    top = _contributions(K_x, A, scores.argsort(dim=1, descending=True, stable=True)[:, :n_deleted])
-    chance = [_contributions(K_x, A, torch.rand(t, m, generator=generator).argsort(1)[:, :n_deleted].to(A.device)) for _ in range(draws)]
-    deletions = {"top": [top], "random": chance, "norm_matched": [_stretched(d, top.norm(dim=1, keepdim=True)) for d in chance]}
     result = {"confidence": float(before[original].mean()), "n_samples": t, "n_deleted": n_deleted, "k": k}
-    for name, each in deletions.items(): result[name], result[f"{name}_se"] = _mean(np.mean([lost(d) for d in each], axis=0))
+    for name, each in _deletions(K_x, A, scores, n_deleted, draws, generator).items():
+        result[name], result[f"{name}_se"] = _mean(np.mean([lost(d) for d in each], axis=0))
     return result
 
 # %% ../../nbs/krepes/80_fidelity.ipynb #f76fb27f
@@ -131,7 +137,7 @@ def class_coverage(
     return {"kappa": kappa, "expected": float((1 - distribution).sum()), "expected_large_pool": float(waiting),
             "p_value": float(distribution[kappa]), "n_classes": len(classes)}
 
-# %% ../../nbs/krepes/80_fidelity.ipynb #4788307a
+# %% ../../nbs/krepes/80_fidelity.ipynb #53ab30ae
 def probe(
     z: Tensor, # (n,h) training embeddings
     labels: np.ndarray, # (n,) their classes
@@ -141,7 +147,7 @@ def probe(
     z, z_test = (e.detach().double().cpu().numpy() for e in (z, z_test))
     return make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(z, labels).predict_proba(z_test)
 
-
+# %% ../../nbs/krepes/80_fidelity.ipynb #8ecb5644
 def probe_fidelity(
     network: Tensor, # (n,p) network embeddings of training rows
     surrogate: Tensor, # (n,h) surrogate embeddings of the same rows

@@ -63,7 +63,7 @@ def _draw_probes(folder, result):
     said = "; ".join(f"{p['features']} {p['knn']:.3f} and {p['linear']:.3f}" for p in result["probes"])
     return {"probes.png": f"Bars of test accuracy by nearest neighbours and by a linear probe. {said}. Chance is {1/len(data['classes']):.3f}."}
 
-# %% ../../nbs/lab/80_figures.ipynb #6305de06
+# %% ../../nbs/lab/80_figures.ipynb #c1e52c82
 def _draw_influence(folder, result):
     alt = {}
     for a in result["audits"]:
@@ -79,8 +79,8 @@ def _draw_audit(folder, result):
     audits = result["audits"]
     with picture(folder/"audit.png", result["smoke"], "Does the explanation carry weight?", 2.1) as figure:
         for axes, panel in zip(figure.subplots(1, 2), (draw_drop, draw_coverage)): panel(axes, audits)
-    said = "; ".join(f"{a['objective']}: confidence lost {d['top']:.3f} for the top {d['n_deleted']}, {d['norm_matched']:.3f} at the same size, {d['random']:.3f} at random; "
-                     f"all classes met after {_number(a['coverage']['kappa'])} landmarks, {_number(a['coverage']['expected'])} expected by chance" for a in audits for d in [a["confidence_drop"]])
+    said = "; ".join(f"{a['objective']}: confidence lost {d['top']:.3f} for the top {d['n_deleted']}, {d['norm_matched']:.3f} for random ones stretched to the same size, {d['random']:.3f} at random; "
+                     f"all classes met after {a['coverage']['kappa']} landmarks, {a['coverage']['expected']:.1f} expected by chance" for a in audits for d in [a["confidence_drop"]])
     return {"audit.png": f"Bars of two tests. {said}."}
 
 # %% ../../nbs/lab/80_figures.ipynb #ad88b385

@@ -117,7 +117,7 @@ def draw_probes(axes, probes, n_classes):
     axes.legend(*axes.get_legend_handles_labels(), **LEGEND)
     axes.set(title="Frozen features", xlabel="test accuracy ± 1 s.e.", xticks=np.linspace(0, 1, 5))
 
-# %% ../../nbs/lab/75_pictures.ipynb #67dbd23d
+# %% ../../nbs/lab/75_pictures.ipynb #c2cd0b93
 def draw_drop(axes, audits):
     "Fall of nearest-neighbour confidence after three kinds of deletion, for each objective; `audits` is that part of a result."
     drops, n = [a["confidence_drop"] for a in audits], audits[0]["confidence_drop"]["n_deleted"]
@@ -126,14 +126,15 @@ def draw_drop(axes, audits):
     axes.set(title="Confidence lost", xlabel=f"drop without {n} landmarks ± 1 s.e.")
 
 def draw_coverage(axes, audits):
-    "Landmarks needed to meet every class, beside what a random order needs; only words where some class has no landmark."
-    ends = [max(a["coverage"]["kappa"] or 0, a["coverage"]["expected"] or 0) for a in audits]
-    for y, (c, end) in enumerate(zip([a["coverage"] for a in audits], ends)):
-        axes.barh(y, c["kappa"] or 0, 0.5, color=BLUE, label=None if y else "by influence")
-        if end: axes.plot([c["expected"]]*2, [y - 0.36, y + 0.36], color=INK, lw=2, label=None if y else "random order, expected")
-        words = "some class has no landmark" if c["kappa"] is None else f"{c['kappa']:g} against {c['expected']:.1f}\np = {c['p_value']:.2g}"
+    "Landmarks needed to meet every class, beside what a random order needs; `audits` is that part of a result."
+    coverages = [a["coverage"] for a in audits]
+    ends = [max(c["kappa"], c["expected"]) for c in coverages]
+    for y, (c, end) in enumerate(zip(coverages, ends)):
+        axes.barh(y, c["kappa"], 0.5, color=BLUE, label=None if y else "by influence")
+        axes.plot([c["expected"]]*2, [y - 0.36, y + 0.36], color=INK, lw=2, label=None if y else "random order, expected")
+        words = f"{c['kappa']:g} against {c['expected']:.1f}\np = {c['p_value']:.2g}"
         axes.annotate(words, (end, y), (5, 0), textcoords="offset points", va="center", size=6.3)
-    axes.set(title=f"Landmarks until all {audits[0]['coverage']['n_classes']} classes are met", xlim=(0, 1.4*max(ends) or 1), ylim=(len(audits) - 0.45, -1.05),
+    axes.set(title="Landmarks until every class is met", xlim=(0, 1.4*max(ends)), ylim=(len(audits) - 0.45, -1.05),
              xlabel="number of landmarks")
     axes.set_yticks(range(len(audits)), [a["objective"] for a in audits])
     axes.tick_params(axis="y", length=0)
