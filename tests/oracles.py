@@ -371,6 +371,6 @@ def confidence_by_loops(z, reference, labels, k):
 
 def kendall_by_pairs(x, y):
     "tau_b from all pairs: concordant less discordant, over the root of the numbers of pairs untied in each."
-    sign = lambda a: (a > 0) - (a < 0)
+    sign, x, y = (lambda a: (a > 0) - (a < 0)), list(map(float, x)), list(map(float, y))
     pairs = [(sign(x[i] - x[j]), sign(y[i] - y[j])) for i in range(len(x)) for j in range(i)]
     return sum(a * b for a, b in pairs) / (sum(a != 0 for a, _ in pairs) * sum(b != 0 for _, b in pairs)) ** 0.5

@@ -338,6 +338,73 @@ def test_a_concept_fitted_on_the_embedding_is_accepted():
     assert torch.equal(model.concept_influence(X, concept), model.concept_influence(X, concept.direction))
 
 
+def table(n, seed):
+    "One categorical and one numerical feature."
+    rng = np.random.default_rng(seed)
+    return pd.DataFrame({"site": rng.choice(["a", "b", "c"], n), "age": rng.uniform(20, 80, n)})
+
+
+def test_alignment_gap_by_loops():
+    model, features, other = fitted(), table(N, 0), table(11, 1)
+    got = model.alignment_gap(features, X, other, top_k=3, n_boot=20)
+    scores, gaps, span = model.influence(X), {"site": [], "age": []}, {}
+    marks = features.iloc[model.landmark_indices_.tolist()].reset_index(drop=True)
+    both = np.concatenate([marks["age"], other["age"]])
+    for t in range(11):
+        v = {"site": [float(marks["site"][l] == other["site"][t]) for l in range(M)],
+             "age": [1 - abs(marks["age"][l] - other["age"][t]) / (both.max() - both.min()) for l in range(M)]}
+        best = sorted(range(M), key=lambda l: -scores[t, l].item())[:3]
+        for name in v: gaps[name].append(sum(v[name][l] for l in best) / 3 - sum(v[name]) / M)
+    for name in gaps: assert got.loc[name, "gap"] == pytest.approx(np.mean(gaps[name]), abs=1e-10)
+    assert list(got.columns) == ["gap", "low", "high", "gap_normalised", "p_value", "n_used"] and (got["low"] <= got["gap"]).all() and (got["gap"] <= got["high"]).all()
+
+
+def test_alignment_gap_of_the_training_rows_and_its_refusals():
+    model, features = fitted(), table(N, 0).set_index(pd.Index(range(1000, 1000 + N)))
+    got = model.alignment_gap(features, A, top_k=3, n_boot=20)
+    pd.testing.assert_frame_equal(got, model.alignment_gap(features, A, features, top_k=3, n_boot=20))
+    pd.testing.assert_frame_equal(got, model.alignment_gap(dict(features.reset_index(drop=True)), A, top_k=3, n_boot=20))
+    assert model.alignment_gap({"one": [1] * N}, A, top_k=3, n_boot=20).loc["one", "gap"] == 0
+    with pytest.raises(ValueError, match="each of the 40 training samples; got 7"): model.alignment_gap(features[:7], A)
+    with pytest.raises(ValueError, match="x_features must be given: x has 11 rows"): model.alignment_gap(features, X)
+    with pytest.raises(ValueError, match="each of the 11 samples in x; got 40"): model.alignment_gap(features, X, features)
+
+
+def test_halves_are_drawn_class_by_class():
+    for labels in (["a"] * 7 + ["b"] * 4 + ["c"], torch.arange(31) % 5, np.array([3, 3])):
+        array, known, judged = audit_module.halves(labels, len(labels), 0)
+        assert sorted([*known, *judged]) == list(range(len(labels)))
+        for c in set(array.tolist()): assert 0 <= sum(array[known] == c) - sum(array[judged] == c) <= 1
+    with pytest.raises(ValueError, match=r"each of the 4 samples in x; got shape \(3,\)"): audit_module.halves([1, 2, 3], 4, 0)
+
+
+def test_fidelity_is_the_room_s_measures_on_two_halves():
+    from peira_krepes.krepes import fidelity
+    x, labels = views(60, seed=4)[0], np.arange(60) % 3
+    model, marks = fitted(), torch.arange(M) % 3
+    got = model.fidelity(x, torch.tensor(labels), marks)
+    _, known, judged = audit_module.halves(labels, 60, 0)
+    f, z, scores, A = model.transform(x), mlp()(x).detach(), model.influence(x), model.A0_ + model.dA_
+    want = fidelity.probe_fidelity(z[known], f[known], labels[known], z[judged], f[judged], labels[judged])
+    assert {k: got[k] for k in want} == pytest.approx(want)
+    assert got["confidence_drop"] == pytest.approx(fidelity.confidence_drop(model.kernel_rows(x)[judged], A, scores[judged], f[known], labels[known], n_deleted=M, k=30))
+    assert got["coverage"] == fidelity.class_coverage(model.dA_.norm(dim=1), marks)
+    cosine = nn.functional.cosine_similarity(z[:, None], mlp()(model.landmark_inputs_).detach()[None], dim=2)
+    assert got["precision_at_1"] == {"influence": fidelity.precision_at_1(scores, marks, labels), "cosine": fidelity.precision_at_1(cosine, marks, labels)}
+    assert got["spectral_entropy"] == pytest.approx(fidelity.spectral_entropy(f.T @ f / 60))
+    json.dumps(got)
+
+
+def test_fidelity_leaves_out_what_it_cannot_know():
+    model = KREPES(PEIRA(), n_landmarks=M, dim=DIM, kernel=gaussian).fit(None, A, B)
+    labels = ["left", "right"] * 20
+    assert model.fidelity(A, labels).keys() == {"confidence_drop", "spectral_entropy"}
+    got = model.fidelity(A, labels, ["left"] * 3 + ["right"] * 4)
+    assert got.keys() == {"confidence_drop", "spectral_entropy", "coverage", "precision_at_1"} and got["precision_at_1"].keys() == {"influence"}
+    with pytest.raises(ValueError, match="labels must hold"): model.fidelity(A, labels[:-1])
+    with pytest.raises(ValueError, match="landmark_labels"): model.fidelity(A, labels, labels)
+
+
 # ---- files --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_loaded_audit_repeats_every_score_bit_for_bit(tmp_path, dtype):

@@ -137,7 +137,7 @@ def class_coverage(
     return {"kappa": kappa, "expected": float((1 - distribution).sum()), "expected_large_pool": float(waiting),
             "p_value": float(distribution[kappa]), "n_classes": len(classes)}
 
-# %% ../../nbs/krepes/80_fidelity.ipynb #53ab30ae
+# %% ../../nbs/krepes/80_fidelity.ipynb #93e19c76
 def probe(
     z: Tensor, # (n,h) training embeddings
     labels: np.ndarray, # (n,) their classes
@@ -145,7 +145,7 @@ def probe(
 ) -> np.ndarray: # (t,C), classes in sorted order
     "Class probabilities of test rows, by logistic regression on standardised embeddings."
     z, z_test = (e.detach().double().cpu().numpy() for e in (z, z_test))
-    return make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(z, labels).predict_proba(z_test)
+    return make_pipeline(StandardScaler(), LogisticRegression(tol=1e-8, max_iter=1000)).fit(z, labels).predict_proba(z_test)
 
 # %% ../../nbs/krepes/80_fidelity.ipynb #8ecb5644
 def probe_fidelity(
