@@ -408,7 +408,7 @@ def test_fidelity_leaves_out_what_it_cannot_know():
 # ---- files --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_loaded_audit_repeats_every_score_bit_for_bit(tmp_path, dtype):
-    model, x = fitted(BarlowTwins(0.01), dtype=dtype, seed=2, dim=64), X.to(dtype)
+    model, x = fitted(BarlowTwins(0.01), dtype=dtype, seed=2, dim=M), X.to(dtype)
     again = KREPES.load(model.save(tmp_path/"deep"/"audit"), mlp(dtype=dtype))
     assert repr(again) == repr(model) and again.history == model.history
     for call in (lambda m: m.transform(x), lambda m: m.prior(x), lambda m: m.influence(x), lambda m: m.influence(x, signed=True), lambda m: m.kernel_rows(x),

@@ -63,7 +63,7 @@ def _shifted(z, pilot, rows, work):
     "Rows of `z` about the pilot mean, in the precision `work` of the products."
     return z[rows].to(work) - pilot.to(work)
 
-# %% ../../nbs/core/10_moments.ipynb #84af14f0
+# %% ../../nbs/core/10_moments.ipynb #40034af8
 @patch(cls_method=True)
 def from_features(
     cls: TwoViewMoments,
@@ -83,15 +83,16 @@ def from_features(
     with torch.autocast(z_a.device.type, enabled=False):
         # the pilot is rounded to the features' precision first, so that the shift and its undoing use the same number
         p_a, p_b = (z.detach().mean(0, dtype=dtype).to(work).to(dtype) for z in (z_a, z_b))
-        sums = [0.0] * 5
+        sums = None
         for start in range(0, n, block_rows):
             rows = slice(start, start + block_rows)
             parts = _block_sums(_shifted(z_a, p_a, rows, work), _shifted(z_b, p_b, rows, work), dtype)
-            sums = [s + part for s, part in zip(sums, parts)]
+            sums = parts if sums is None else [s + part for s, part in zip(sums, parts)]
         x, y, xx, yy, xy = (s / n for s in sums)
-        moment = lambda C, u, p, v, q: C + torch.outer(u, q) + torch.outer(p, v) + torch.outer(p, q)
-        S_aa, S_bb, S_ab = moment(xx, x, p_a, x, p_a), moment(yy, y, p_b, y, p_b), moment(xy, x, p_a, y, p_b)
-        return cls(n, x + p_a, y + p_b, (S_aa + S_aa.T) / 2, (S_bb + S_bb.T) / 2, S_ab)
+        a, b = x + p_a, y + p_b
+        moment = lambda C, u, v, p, q: torch.addr(torch.addr(C, u, v, alpha=-1), p, q) # about the pilot -> about the mean -> about zero
+        S_aa, S_bb, S_ab = moment(xx, x, x, a, a), moment(yy, y, y, b, b), moment(xy, x, y, a, b)
+        return cls(n, a, b, (S_aa + S_aa.T) / 2, (S_bb + S_bb.T) / 2, S_ab)
 
 # %% ../../nbs/core/10_moments.ipynb #7f00c497
 @patch
