@@ -374,3 +374,24 @@ def kendall_by_pairs(x, y):
     sign, x, y = (lambda a: (a > 0) - (a < 0)), list(map(float, x)), list(map(float, y))
     pairs = [(sign(x[i] - x[j]), sign(y[i] - y[j])) for i in range(len(x)) for j in range(i)]
     return sum(a * b for a, b in pairs) / (sum(a != 0 for a, _ in pairs) * sum(b != 0 for _, b in pairs)) ** 0.5
+
+
+# krepes.entk and krepes.layerwise: gradients of one output of one sample at a time, in float64 ------------------------------
+def tangent_kernel_by_loops(encoder, x, y=None, kind="trace"):
+    "The kernel of a float64 `encoder` from its definition: each sample alone, one backward pass an output, one inner product an entry."
+    import torch
+    parameters = [p for p in encoder.parameters() if p.requires_grad]
+
+    def gradients(row):
+        out = encoder(row[None])[0]
+        targets = list(out) if kind == "trace" else [sum(out)]
+        found = [torch.autograd.grad(t, parameters, retain_graph=True, allow_unused=True) for t in targets]
+        flat = [torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, gs)]) for gs in found]
+        return flat, len(out)
+
+    left = [gradients(row) for row in x]
+    right = left if y is None else [gradients(row) for row in y]
+    K = torch.zeros(len(left), len(right), dtype=torch.float64)
+    for i, (gs, h) in enumerate(left):
+        for j, (hs, _) in enumerate(right): K[i, j] = sum(torch.dot(g, f) for g, f in zip(gs, hs)) / h
+    return K

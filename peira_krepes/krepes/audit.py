@@ -26,17 +26,17 @@ from .nystrom import whiten
 from .samples import example, features_of, fingerprint, row_count, tiles, view_rows
 from ..objectives.base import MomentObjective, Objective
 
-# %% ../../nbs/krepes/90_audit.ipynb #a87331bc
+# %% ../../nbs/krepes/90_audit.ipynb #502ea029
 class KREPES(BaseEstimator):
     """Which training samples shaped an encoder's embedding: a kernel surrogate on landmarks, one Gauss–Newton step from its data prior.
 
     After `fit`: `history` (list of dicts), `landmark_indices_` (m,), `landmark_inputs_` (m,...), `kernel_scale_` (divisor),
     `rank_` and `dim_` kept, `A0_` and `dA_` (m,h) float64, `n_samples_`, `encoder_`. Scores are in units of the embedding.
-    Defaults are ours, the paper states none: damping 1e-3 on whitened coordinates, where the kernel's scale is one.
+    Defaults are ours: damping 1e-3 on whitened coordinates, for a kernel of scale one.
     KREPES (arXiv 2509.24467v3); it damps `A` itself, we damp whitened coordinates, which no choice of landmarks' basis moves.
     """
     def __init__(self,
-        objective,             # what the encoder was trained for: `PEIRA()`, `BarlowTwins()`, any objective of the moments
+        objective,             # what the encoder was trained for: `PEIRA()`, `BarlowTwins()`, any objective with a curvature
         n_landmarks=None,      # m; None: the root of n, rounded up
         dim=64,                # h, width of the embedding; cut, with a warning, to the kernel's kept rank
         landmarks="kmeans++",  # "kmeans++", "leverage", "uniform" on the encoder's features; or positions (m,) in view_a
@@ -214,12 +214,12 @@ def alignment_gap(self: KREPES,
     if len(x_features) != t: raise ValueError(f"x_features must have one row for each of the {t} samples in x; got {len(x_features)}.")
     return alignment.alignment_gap(self.influence(x), features.iloc[self.landmark_indices_.tolist()], x_features, top_k=top_k, n_boot=n_boot, level=level, seed=self.seed)
 
-# %% ../../nbs/krepes/90_audit.ipynb #0a4e528c
+# %% ../../nbs/krepes/90_audit.ipynb #4cb3bf5d
 def halves(labels, t, seed):
     "Labels (t,) as an array, and positions of a reference half and of a judged half, drawn class by class; every judged class has a reference."
     labels, order = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels), np.random.default_rng(seed).permutation(t)
     if labels.shape != (t,): raise ValueError(f"labels must hold one class for each of the {t} samples in x; got shape {labels.shape}.")
-    rank = pd.Series(order).groupby(labels[order]).cumcount().to_numpy()
+    rank = pd.Series(order).groupby(labels[order], dropna=False).cumcount().to_numpy()
     return labels, order[rank % 2 == 0], order[rank % 2 == 1]
 
 

@@ -105,7 +105,7 @@ def fit(self: Concept,
     self.p_value_ = float((1 + at_least) / (1 + n_permutations)) if n_permutations else float("nan")
     return self
 
-# %% ../../nbs/krepes/60_concepts.ipynb #87c02bf6
+# %% ../../nbs/krepes/60_concepts.ipynb #eb26cbd9
 def unit_direction(
     concept,     # a fitted `Concept`, or a direction (h,), tensor or array
     like: Tensor,  # (m,h) coefficients whose width, dtype and device the direction must have
@@ -130,7 +130,7 @@ def concept_influence(
     """Signed scores (t,m) of each landmark along a concept, in units of the embedding: positive pushes towards it.
 
     Each row sums to the sample's shift along the concept, `(K_x @ dA) @ direction`.
-    KREPES (arXiv 2509.24467v3), concept score; the paper prints no normalisation, we use the unit direction.
+    KREPES (arXiv 2509.24467v3), concept score, with the direction normalised.
     """
     dA = check_matrix(dA, "dA")
     K_x = check_matrix(K_x, "K_x", columns=len(dA)).to(dA)

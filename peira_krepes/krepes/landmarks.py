@@ -44,7 +44,7 @@ def greedy_seeds(
         closest, seeds = after[best], torch.cat([seeds, candidates[best, None]])
     return seeds
 
-# %% ../../nbs/krepes/20_landmarks.ipynb #d8da78b6
+# %% ../../nbs/krepes/20_landmarks.ipynb #68a2fd09
 EXACT_ROWS = 8192 # up to here every row is a candidate, and the seeding is the sequential one
 CROWD, SMALLEST_CROWD = 3, 256 # candidates for each landmark, and in all
 SAMPLE = 32 # rows for each candidate, to estimate its weight
@@ -59,12 +59,12 @@ def _weights(x, crowd, generator, block=1024):
     "How many rows of `x` (n,d) each candidate stands for (c,): estimated from a sample of the rows, at least one."
     n, size = len(x), SAMPLE * len(crowd)
     sample = torch.randint(n, (size,), generator=generator) if size < n else torch.arange(n)
-    counts = torch.zeros(len(crowd), dtype=torch.float64, device=x.device)
+    candidates, counts = x[crowd], torch.zeros(len(crowd), dtype=torch.float64, device=x.device)
     for part in sample.to(x.device).split(block):
-        counts += torch.bincount(_reduced(x[part], x[crowd]).argmin(1), minlength=len(crowd))
+        counts += torch.bincount(_reduced(x[part], candidates).argmin(1), minlength=len(crowd))
     return (counts * (n / len(sample))).clamp_min(1)
 
-# %% ../../nbs/krepes/20_landmarks.ipynb #3f382703
+# %% ../../nbs/krepes/20_landmarks.ipynb #018e20f4
 def crowd_of_candidates(
     x: Tensor, # (n,d) float32, centred, entries at most one
     size: int, # candidates wanted, about
@@ -78,9 +78,10 @@ def crowd_of_candidates(
     closest = torch.full_like(square, torch.inf) # reduced distance
     crowd = new = torch.randint(n, (1,), generator=generator).to(x.device)
     while len(crowd) < 0.75 * size:
+        candidates = x[new]
         for start in range(0, n if len(new) else 0, block): # a round may draw nothing
             rows = slice(start, start + block)
-            closest[rows] = torch.minimum(closest[rows], _reduced(x[rows], x[new]).amin(1))
+            closest[rows] = torch.minimum(closest[rows], _reduced(x[rows], candidates).amin(1))
         d2 = (closest + square).clamp_min(0)
         d2[crowd] = 0
         total = d2.sum(dtype=torch.float64)
@@ -203,11 +204,11 @@ def leverage_scores(
     if method == "hutchinson": return _hutchinson(kernel, ridge, check_count(n_probes, "n_probes"), generator)
     return kernel.exact(ridge * kernel.n)
 
-# %% ../../nbs/krepes/20_landmarks.ipynb #615ba0d8
+# %% ../../nbs/krepes/20_landmarks.ipynb #4eb23972
 def _kmeans(x, m, generator):
     "At most `m` distinct rows of `x` (n,d) by k-means++, from a crowd of candidates if there are many rows."
-    x = x - x.mean(0, dtype=torch.float64).to(x.dtype)                               # any shift will do: distances do not see it
-    x = x / x.abs().max().clamp_min(torch.finfo(x.dtype).tiny)
+    x = x - x.mean(0, dtype=torch.float64).to(x.dtype) # any shift will do: distances do not see it
+    x /= torch.maximum(x.max(), -x.min()).clamp_min(torch.finfo(x.dtype).tiny)
     size = max(CROWD * m, SMALLEST_CROWD)
     if len(x) <= max(EXACT_ROWS, 2 * size): return greedy_seeds(x.double(), torch.ones_like(x[:, 0]).double(), m, generator)
     small = x.float()

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PIECE', 'WORK', 'CHANNELS_SECOND', 'OUTER', 'LAYERS', 'gram', 'sums', 'contract', 'channels', 'inputs', 'Layer',
-           'record', 'rows_of', 'ChannelsMix', 'collect', 'random', 'close', 'candidates', 'fits', 'agrees', 'Plan',
-           'grouped', 'recognise']
+           'record', 'random', 'close', 'backward', 'collect', 'candidates', 'fits', 'verified', 'ChannelsMix',
+           'grouped', 'apart', 'Plan', 'recognise']
 
 # %% ../../nbs/krepes/05_layerwise.ipynb #47e64807
 import math
@@ -107,7 +107,7 @@ class Layer:
         if isinstance(self.module, OUTER): return torch.bmm(g.transpose(0, 1), a).permute(1, 2, 0)
         return torch.stack([torch.linalg.vecdot(g, a)] * ("weight" in self.keys) + [g.sum(2)] * ("bias" in self.keys), 1)
 
-# %% ../../nbs/krepes/05_layerwise.ipynb #25397f0d
+# %% ../../nbs/krepes/05_layerwise.ipynb #de06b0ab
 def record(encoder, modules, x):
     "Outputs for `x`, and for each module the list of its calls as (input, gradient edge of the output). The hooks are gone afterwards, also after an error."
     calls = {m: [] for m in modules}
@@ -117,35 +117,29 @@ def record(encoder, modules, x):
         for m in modules: hooks.callback(m.register_forward_hook(note).remove)
         return encoder(x), calls
 
-def rows_of(layers, calls, factors, root, cotangent):
-    "One backward pass from `root`: what each layer keeps of it."
-    grads = torch.autograd.grad(root, [calls[layer.module][0][1] for layer in layers], cotangent.expand_as(root), retain_graph=True)
-    return [layer.row(a, g) for layer, a, g in zip(layers, factors, grads)]
-
-# %% ../../nbs/krepes/05_layerwise.ipynb #49046cf8
-class ChannelsMix(Exception): "A layer was taken for one whose channels reach the last layer separately, and they do not."
-
-def collect(layers, calls, root, cotangents, cells=0):
-    "Sides of `layers` from one backward pass a row of `cotangents` (q,...). With `cells`, check that channels reach `root` separately, `cells` entries each."
-    if not layers: return []
-    factors, kept = [layer.factors(calls[layer.module][0][0].detach()) for layer in layers], None
-    for j, cotangent in enumerate(cotangents):
-        rows = rows_of(layers, calls, factors, root, cotangent)
-        kept = kept or [r.new_empty(len(cotangents), *r.shape) for r in rows]
-        for stored, r in zip(kept, rows): stored[j] = r
-    if cells:
-        scale, mix = random(cotangents[0, ::cells], 0.5), random(cotangents[:, :1])
-        check = rows_of(layers, calls, factors, root, (mix * cotangents).sum(0) * scale.repeat_interleave(cells))
-        if not all(close(r, torch.tensordot(mix[:, 0], stored, 1) * scale[:, None, None]) for r, stored in zip(check, kept)): raise ChannelsMix
-    return [stored.flatten(0, 2) if layer.formed(a) else (a, stored) for layer, a, stored in zip(layers, factors, kept)]
-
 def random(like, low=-1.0):
     "Numbers between `low` and 1 in the shape of `like`, the same in every call; the global generator is left alone."
     return torch.empty_like(like).uniform_(low, 1, generator=torch.Generator(like.device).manual_seed(0))
 
-def close(a, b): return (a - b).norm() <= 1000 * torch.finfo(b.dtype).eps * b.norm()
+def close(a, b): return bool((a - b).norm() <= 1000 * torch.finfo(b.dtype).eps * b.norm())
 
-# %% ../../nbs/krepes/05_layerwise.ipynb #299a387a
+# %% ../../nbs/krepes/05_layerwise.ipynb #220deecf
+def backward(layers, calls, root, cotangents, factors=None):
+    "Factors of `layers`, and what each keeps of one backward pass from `root` for every row of `cotangents` (q,...)."
+    factors, kept = factors or [layer.factors(calls[layer.module][0][0].detach()) for layer in layers], None
+    edges = [calls[layer.module][0][1] for layer in layers]
+    for j, cotangent in enumerate(cotangents if layers else []):
+        grads = torch.autograd.grad(root, edges, cotangent.expand_as(root), retain_graph=True)
+        rows = [layer.row(a, g) for layer, a, g in zip(layers, factors, grads)]
+        kept = kept or [r.new_empty(len(cotangents), *r.shape) for r in rows]
+        for stored, r in zip(kept, rows): stored[j] = r
+    return factors, kept or []
+
+def collect(layers, factors, kept):
+    "What `backward` returned, as `contract` takes it."
+    return [stored.flatten(0, 2) if layer.formed(a) else (a, stored) for layer, a, stored in zip(layers, factors, kept)]
+
+# %% ../../nbs/krepes/05_layerwise.ipynb #90075480
 def candidates(encoder):
     "Modules of a known type, with the names of those parameters that train and are registered nowhere else."
     owners = Counter(id(p) for _, p in encoder.named_parameters(remove_duplicate=False))
@@ -158,17 +152,36 @@ def fits(module, calls, n):
     "Called once, on a tensor of samples."
     return len(calls) == 1 and len(calls[0][0]) == n and calls[0][0].ndim >= (4 if isinstance(module, nn.Conv2d) else 2)
 
-def agrees(layer, calls, out):
-    "Does the layerwise gradient equal autograd's, and does it keep samples apart?"
-    half, parameters = len(out) // 2, [layer.module._parameters[k] for k in layer.keys]
+def verified(layers, calls, out):
+    "Those layers whose gradient, layer by layer, equals autograd's, and which keep samples apart."
+    if not layers: return []
+    half, parameters = len(out) // 2, [layer.module._parameters[k] for layer in layers for k in layer.keys]
     start = torch.cat([random(out[:half]), torch.zeros_like(out[half:])])
-    delta, *want = torch.autograd.grad(out, [calls[layer.module][0][1], *parameters], start, retain_graph=True, allow_unused=True)
-    if delta is None or delta[half:].any(): return False
-    side = collect([layer], calls, out, start[None])[0]
-    got = side if isinstance(side, Tensor) else sums(side[0], side[1][0])
-    return bool(close(got.sum(1).view(layer.width, -1), torch.cat([w.reshape(layer.width, -1) for w in want], 1)))
+    found = torch.autograd.grad(out, [calls[layer.module][0][1] for layer in layers] + parameters, start, retain_graph=True, allow_unused=True)
+    gradients, good = iter(found[len(layers):]), []
+    for layer, delta in zip(layers, found):
+        want = [next(gradients) for _ in layer.keys]
+        if delta is None or delta[half:].any(): continue
+        a = layer.factors(calls[layer.module][0][0].detach())
+        row = layer.row(a, delta)
+        got = row.sum(2) if layer.formed(a) else sums(a, row).sum(1)
+        if close(got.reshape(layer.width, -1), torch.cat([w.reshape(layer.width, -1) for w in want], 1)): good.append(layer)
+    return good
 
-# %% ../../nbs/krepes/05_layerwise.ipynb #0e3da5a5
+# %% ../../nbs/krepes/05_layerwise.ipynb #8dd92652
+class ChannelsMix(Exception): "A layer was taken for one whose channels reach the last layer separately, and they do not."
+
+def grouped(W, cells):
+    "For groups of `cells` columns of W (q,w), the factors R of their Gram matrices, side by side: (r,w) with r = min(q, cells)."
+    return torch.linalg.qr(W.unflatten(1, (-1, cells)).transpose(0, 1), mode="r").R.transpose(0, 1).flatten(1)
+
+def apart(layers, calls, root, cotangents, factors, kept, cells):
+    "For each layer, from one more backward pass: do its channels reach `root` separately, `cells` entries each?"
+    scale, mix = random(cotangents[0, ::cells], 0.5), random(cotangents[:, :1])
+    probe = (mix * cotangents).sum(0, keepdim=True) * scale.repeat_interleave(cells)
+    return [close(got[0], torch.tensordot(mix[:, 0], stored, 1) * scale[:, None, None]) for got, stored in zip(backward(layers, calls, root, probe, factors)[1], kept)]
+
+# %% ../../nbs/krepes/05_layerwise.ipynb #1548dda1
 @dataclass
 class Plan:
     "What `recognise` found: the layers, the linear layer that ends the encoder (or None), and the parameters (by name) that need the general method."
@@ -187,20 +200,19 @@ class Plan:
         out, calls = record(encoder, [layer.module for layer in self.layers], x)
         if any(not fits(m, c, len(x)) for m, c in calls.items()):
             raise ValueError("encoder must call the same layers for every batch; it did not. Freeze the layers that are not always used, with requires_grad_(False).")
-        result = collect([layer for layer in self.layers if not layer.cells and layer is not self.last], calls, out, cotangents)
+        layers = [layer for layer in self.layers if not layer.cells and layer is not self.last]
+        result = collect(layers, *backward(layers, calls, out, cotangents))
         if self.last is None or whole is None: return result
         p = calls[self.last.module][0][0]
         result.append(self.last.factors(p.detach())[:, 0].T * whole.norm())
-        for cells in {layer.cells for layer in self.layers} - {0}:
-            layers = [layer for layer in self.layers if layer.cells == cells]
-            result += collect(layers, calls, p, grouped(whole @ self.last.module.weight.detach(), cells), cells)
+        for cells in sorted({layer.cells for layer in self.layers} - {0}):
+            layers, start = [layer for layer in self.layers if layer.cells == cells], grouped(whole @ self.last.module.weight.detach(), cells)
+            factors, kept = backward(layers, calls, p, start)
+            if not all(apart(layers, calls, p, start, factors, kept, cells)): raise ChannelsMix
+            result += collect(layers, factors, kept)
         return result
 
-def grouped(W, cells):
-    "For groups of `cells` columns of W (q,w), the factors R of their Gram matrices, side by side: (r,w) with r = min(q, cells)."
-    return torch.linalg.qr(W.unflatten(1, (-1, cells)).transpose(0, 1), mode="r").R.transpose(0, 1).flatten(1)
-
-# %% ../../nbs/krepes/05_layerwise.ipynb #064f1159
+# %% ../../nbs/krepes/05_layerwise.ipynb #9b312aaa
 def recognise(
     encoder: nn.Module, # deterministic, its samples independent of each other
     x: Tensor, # (n,...), a few rows, at least two
@@ -209,17 +221,14 @@ def recognise(
     "The layers of `encoder` that may go the layerwise way, verified on the rows of `x`, and the remaining parameters that count."
     modules = candidates(encoder)
     out, calls = record(encoder, modules, x)
-    layers = [Layer(m, keys) for m, keys in modules.items() if fits(m, calls[m], len(x))]
-    layers = [layer for layer in layers if agrees(layer, calls, out)]
+    layers = verified([Layer(m, keys) for m, keys in modules.items() if fits(m, calls[m], len(x))], calls, out)
     done = {id(layer.module._parameters[k]) for layer in layers for k in layer.keys}
     rest = {k: p.detach() for k, p in encoder.named_parameters() if p.requires_grad and id(p) not in done}
-    ends = [layer for layer in layers if isinstance(layer.module, nn.Linear) and calls[layer.module][0][1] == get_gradient_edge(out)]
-    if not (share and ends): return Plan(layers, None, rest)
-    p, weight = calls[ends[0].module][0][0], ends[0].module.weight.detach()
-    for layer in (layer for layer in layers if layer is not ends[0]):
-        cells, odd = divmod(p.shape[1], layer.width)
-        if odd or not 0 < cells < len(weight): continue
-        try: collect([layer], calls, p, grouped(weight, cells), cells)
-        except ChannelsMix: continue
-        layer.cells = cells
-    return Plan(layers, ends[0], rest)
+    last = next((layer for layer in layers if isinstance(layer.module, nn.Linear) and calls[layer.module][0][1] == get_gradient_edge(out)), None)
+    if not share or last is None: return Plan(layers, None, rest)
+    p, others = calls[last.module][0][0], [layer for layer in layers if layer is not last]
+    for cells in (c for c in range(1, out.shape[1]) if p.shape[1] % c == 0):
+        some = [layer for layer in others if layer.width * cells == p.shape[1]]
+        found = apart(some, calls, p, random(p[:1]), *backward(some, calls, p, random(p[:1])), cells)
+        for layer, separate in zip(some, found): layer.cells = cells * separate
+    return Plan(layers, last, rest)

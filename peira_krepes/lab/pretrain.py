@@ -88,14 +88,14 @@ def complete(run: Run, path: Path|None, resume: bool) -> Pretrained:
     run.modules.eval()
     return Pretrained(*(run.modules[name] for name in ("encoder", "projector", "method")), run.history, asdict(run.settings))
 
-# %% ../../nbs/lab/50_pretrain.ipynb #8b32e6d1
+# %% ../../nbs/lab/50_pretrain.ipynb #310cf035
 def pretrain(
     data: ImageData|str, # images to learn from (labels are not used), or a name for `load_images`
     method: str="peira", # a key of `METHODS`
     encoder: str="conv", # a name for `build_encoder`
     out: str|None=None, # folder of checkpoint.pt, written after every epoch; without it nothing is kept on disk
     epochs: int=40, # passes over the images
-    batch_size: int=256, # images per step, each seen in two views; a few times dim
+    batch_size: int=128, # images per step, each seen in two views; larger than dim
     dim: int=64, # width of the features and of the embedding
     hidden: int=512, # width of the projector's two hidden layers
     learning_rate: float=5e-3, # of AdamW, at its peak
