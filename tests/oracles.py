@@ -1,5 +1,8 @@
 # ---- core: plain loops in float64 -------------------------------------------------------------------------------------------------
+import math
+
 import numpy as np
+import torch
 
 
 def moments_by_loops(z_a, z_b):
@@ -395,3 +398,69 @@ def tangent_kernel_by_loops(encoder, x, y=None, kind="trace"):
     for i, (gs, h) in enumerate(left):
         for j, (hs, _) in enumerate(right): K[i, j] = sum(torch.dot(g, f) for g, f in zip(gs, hs)) / h
     return K
+
+
+# ---- lab.data, lab.views, lab.encoders: one seat, one pixel, one output unit at a time, in float64 ----------------------------------
+def webster_seats(sizes, places):
+    "Seats of each class: first one each, then one by one to the class with the largest size/(2*seats + 1)."
+    seats = [0] * len(sizes)
+    for _ in range(places):
+        claims = [float('inf') if s == 0 else m/(2*s + 1) if s < m else -1 for m, s in zip(sizes, seats)]
+        seats[claims.index(max(claims))] += 1
+    return seats
+
+
+def warped_pixel(channel, box, matrix, row, column):
+    "The value of a warped image at (row, column): map the position, clamp it to the box's pixel centres, mix its four neighbours."
+    (h, w), (top, left, height, width) = channel.shape, box
+    u, v = (2*column + 1)/w - 1, (2*row + 1)/h - 1
+    (a, b, c), (d, e, f) = matrix
+    x = left + (a*u + b*v + c + 1)/2*width - 0.5
+    y = top + (d*u + e*v + f + 1)/2*height - 0.5
+    x, y = max(min(x, left + width - 1), left), max(min(y, top + height - 1), top)
+    total = 0.0
+    for i in (math.floor(y), math.floor(y) + 1):
+        for j in (math.floor(x), math.floor(x) + 1):
+            total += max(0, 1 - abs(y - i))*max(0, 1 - abs(x - j))*float(channel[min(max(i, 0), h - 1), min(max(j, 0), w - 1)])
+    return total
+
+
+def recoloured(image, brightness, contrast, saturation, turn, grey):
+    "An image (3,h,w) after the five steps one at a time; the hue step is a rotation by quaternion about the grey axis."
+    luma = lambda p: 0.299*p[0] + 0.587*p[1] + 0.114*p[2]
+    pixels = [[brightness*float(v) for v in p] for p in image.flatten(1).T]
+    mean = sum(map(luma, pixels))/len(pixels)
+    pixels = [[contrast*v + (1 - contrast)*mean for v in p] for p in pixels]
+    pixels = [[saturation*v + (1 - saturation)*luma(p) for v in p] for p in pixels]
+    half, axis = math.pi*turn, 1/math.sqrt(3)
+    q, s = math.cos(half), math.sin(half)*axis
+    def rotated(p):
+        cross = lambda r: (s*(r[2] - r[1]), s*(r[0] - r[2]), s*(r[1] - r[0]))
+        t = [2*v for v in cross(p)]
+        return [v + q*a + b for v, a, b in zip(p, t, cross(t))]
+    pixels = [rotated(p) for p in pixels]
+    if grey: pixels = [[luma(p)]*3 for p in pixels]
+    return torch.tensor(pixels, dtype=torch.float64).T.reshape(image.shape)
+
+
+def blurred_pixel(channel, sigma, row, column):
+    "One pixel of a Gaussian blur as a double sum over all pixels, the weights divided by their sum."
+    total = weights = 0.0
+    for i in range(channel.shape[0]):
+        for j in range(channel.shape[1]):
+            weight = math.exp(-((i - row)**2 + (j - column)**2)/(2*sigma**2))
+            total, weights = total + weight*float(channel[i, j]), weights + weight
+    return total/weights
+
+
+def convolved(image, weight, stride):
+    "A 3x3 convolution with a border of zeros: image (c,h,w), weight (o,c,3,3)."
+    (c, h, w), outputs = image.shape, len(weight)
+    padded = torch.zeros(c, h + 2, w + 2, dtype=image.dtype)
+    padded[:, 1:-1, 1:-1] = image
+    rows, columns = (h - 1)//stride + 1, (w - 1)//stride + 1
+    out = torch.zeros(outputs, rows, columns, dtype=image.dtype)
+    for o in range(outputs):
+        for i in range(rows):
+            for j in range(columns): out[o, i, j] = (weight[o]*padded[:, i*stride:i*stride + 3, j*stride:j*stride + 3]).sum()
+    return out

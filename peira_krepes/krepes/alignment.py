@@ -16,7 +16,7 @@ from scipy.sparse import csr_matrix
 
 from ..core.checks import check_count, check_matrix, check_number
 
-# %% ../../nbs/krepes/70_alignment.ipynb #b4c14c17
+# %% ../../nbs/krepes/70_alignment.ipynb #424f80e2
 def _kind(column, name):
     "Whether a column is compared by distance ('number') or by equality ('category')."
     dtype = column.dtype
@@ -28,10 +28,11 @@ def _kind(column, name):
 def _numbers(column, name):
     "Values (n,) in float64 with NaN where they are missing."
     values = column.to_numpy(dtype=float, na_value=np.nan)
-    if np.isinf(values).any(): raise ValueError(f"feature {name!r} must be finite; got infinity in row {np.isinf(values).argmax()}. Clip it, or mark it as missing.")
+    if np.isinf(values).any():
+        raise ValueError(f"feature {name!r} must be finite; got infinity in row {np.isinf(values).argmax()}. Clip it, or mark it as missing.")
     return values
 
-# %% ../../nbs/krepes/70_alignment.ipynb #627c7ca2
+# %% ../../nbs/krepes/70_alignment.ipynb #1d2ccc35
 def agreement(
     x_column: pd.Series, # (t,) feature of the samples
     landmark_column: pd.Series, # (m,) the same feature of the landmarks
@@ -43,7 +44,8 @@ def agreement(
     name = getattr(landmark_column, "name", None)
     x, other = (pd.Series(c).reset_index(drop=True).infer_objects() for c in (x_column, landmark_column))
     kinds = {_kind(c, name) for c in (x, other) if c.notna().any()}
-    if len(kinds) > 1: raise TypeError(f"feature {name!r} must be of one kind; got {x.dtype} for the samples and {other.dtype} for the landmarks. Convert one of them.")
+    if len(kinds) > 1:
+        raise TypeError(f"feature {name!r} must be of one kind; got {x.dtype} for the samples and {other.dtype} for the landmarks. Convert one of them.")
     if kinds != {"number"}:
         codes = pd.factorize(pd.concat([x.astype(object), other.astype(object)], ignore_index=True))[0]
         codes = np.where(codes < 0, np.nan, codes)
@@ -98,7 +100,7 @@ def _interval(gaps, n, level, seed):
     limits[:, enough] = np.nanquantile(np.concatenate(means)[:, enough], [(1 - level) / 2, (1 + level) / 2], axis=0)
     return limits
 
-# %% ../../nbs/krepes/70_alignment.ipynb #2431ad75
+# %% ../../nbs/krepes/70_alignment.ipynb #cd585783
 def _tables(influences, landmark_table, x_table):
     "Influences as an array (t,m), after both tables were found to fit them and each other."
     influences = check_matrix(influences, "influences").detach().double().cpu().numpy()
@@ -112,7 +114,16 @@ def _tables(influences, landmark_table, x_table):
         raise ValueError(f"landmark_table and x_table must have the same columns; {odd} are in one only. Drop or add them.")
     return influences
 
-# %% ../../nbs/krepes/70_alignment.ipynb #ae542b88
+
+def _row(gaps, used, n, seed):
+    "A feature's row of the table but for the interval, from what `_gaps` returned."
+    row = {"gap": np.nan, "gap_normalised": np.nan, "p_value": np.nan, "n_used": int((~np.isnan(gaps)).sum())}
+    if used is None: return row
+    (relative, top, chance), gap = used, np.nanmean(gaps)
+    share = gap / (1 - chance) if chance < 1 else 0.0
+    return row | {"gap": gap, "gap_normalised": share, "p_value": _p_value(relative, top, gap, n, seed)}
+
+# %% ../../nbs/krepes/70_alignment.ipynb #a73dfc3f
 def alignment_gap(
     influences, # (t,m) influence of m landmarks on t samples
     landmark_table: pd.DataFrame, # (m, features) rows in the order of the landmarks; its index is ignored
@@ -135,13 +146,8 @@ def alignment_gap(
     for name in landmark_table:
         v = agreement(x_table[name], landmark_table[name], (spans or {}).get(name))
         gaps[name], used = _gaps(influences, top, v)
-        row = rows[name] = {"gap": np.nan, "gap_normalised": np.nan, "p_value": np.nan, "n_used": int((~np.isnan(gaps[name])).sum())}
-        if used is None:
-            warnings.warn(f"feature {name!r} has no sample or fewer than {top_k} landmarks with a value; its row is NaN.", UserWarning, stacklevel=2)
-            continue
-        row["gap"], room = np.nanmean(gaps[name]), 1 - used[2]
-        row["gap_normalised"] = row["gap"] / room if room > 0 else 0.0
-        row["p_value"] = _p_value(*used[:2], row["gap"], n_boot, [seed, 1])
+        rows[name] = _row(gaps[name], used, n_boot, [seed, 1])
+        if used is None: warnings.warn(f"feature {name!r} has no sample or fewer than {top_k} landmarks with a value; its row is NaN.", stacklevel=2)
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("feature")
     table["low"], table["high"] = _interval(np.stack(list(gaps.values()), 1), n_boot, level, [seed, 0])
     return table[["gap", "low", "high", "gap_normalised", "p_value", "n_used"]]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.checks import check_count, check_matrix
 from ..core.linalg import upcast
 
-# %% ../../nbs/krepes/50_influence.ipynb #3f56ae64
+# %% ../../nbs/krepes/50_influence.ipynb #69a54341
 def landmark_norms(
     dA: Tensor, # (m,h) change of the coefficients, row l belongs to landmark l
 ) -> Tensor: # (m,)
@@ -29,8 +29,9 @@ def influence(
 ) -> Tensor: # (t,m)
     """Influence of each landmark on each sample, in units of the embedding; memory O(t(m+h)).
 
-    Unsigned: $|k|\\,\\lVert\\Delta A_l\\rVert \\ge 0$. Signed: the part along the shift $f_\\Delta$, summing over landmarks to $\\lVert f_\\Delta\\rVert$; zeros where the shift vanishes to rounding.
-    `ValueError` for shapes that do not fit. KREPES, arXiv 2509.24467v3, the influence score; the signed one is ours."""
+    Unsigned: $|k|\\,\\lVert\\Delta A_l\\rVert \\ge 0$. Signed: the part along the shift $f_\\Delta$, summing over landmarks to
+    $\\lVert f_\\Delta\\rVert$; zeros where the shift vanishes to rounding. `ValueError` for shapes that do not fit.
+    KREPES, arXiv 2509.24467v3, the influence score; the signed one is ours."""
     K_x = upcast(check_matrix(K_x, "K_x").detach())
     dA = upcast(check_matrix(dA, "dA", rows=K_x.shape[1]).detach())
     dtype, eps = torch.promote_types(K_x.dtype, dA.dtype), max(torch.finfo(x.dtype).eps for x in (K_x, dA))

@@ -58,7 +58,7 @@ def _lower(evaluate, at, Theta, damping, tol, max_iter):
         damping *= RAISE
     return at, Theta, record | {"status": "stationary" if gain <= NEGLIGIBLE * scale else "failed"}
 
-# %% ../../nbs/krepes/40_newton.ipynb #cdfb3381
+# %% ../../nbs/krepes/40_newton.ipynb #879ab615
 def _data(moments):
     "What the objective's `curvature` wants after the coefficients, in float64, and the number of coordinates."
     if isinstance(moments, TwoViewMoments): return (moments.to(torch.float64),), moments.d
@@ -71,11 +71,12 @@ def _data(moments):
 def _say(record):
     "Warn about a step that was not what it should be."
     if record["status"] == "failed":
-        warnings.warn(f"step {record['step']} is zero: no damping up to {record['damping']:.1e} lowers the loss {record['loss']:.6g}, though the gradient norm is "
-                      f"{record['gradient_norm']:.1e}. Check the objective's gradient against its value.", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"step {record['step']} is zero: no damping up to {record['damping']:.1e} lowers the loss {record['loss']:.6g}, though the "
+                      f"gradient norm is {record['gradient_norm']:.1e}. Check the objective's gradient against its value.", RuntimeWarning, stacklevel=3)
     elif not record["cg_converged"]:
-        warnings.warn(f"step {record['step']}: conjugate gradients stopped at a relative residual of {record['cg_residual'] or math.nan:.1e} after {record['cg_iterations']} "
-                      "iterations; the loss fell, but the step is not the damped Gauss-Newton step. Raise damping or max_iter.", RuntimeWarning, stacklevel=3)
+        residual = record["cg_residual"] or math.nan
+        warnings.warn(f"step {record['step']}: conjugate gradients stopped at a relative residual of {residual:.1e} after {record['cg_iterations']} iterations; "
+                      "the loss fell, but the step is not the damped Gauss-Newton step. Raise damping or max_iter.", RuntimeWarning, stacklevel=3)
 
 # %% ../../nbs/krepes/40_newton.ipynb #37a79453
 def gauss_newton(

@@ -113,13 +113,15 @@ def _open(kind, folder, split):
             with gzip.open(path) as source, open(target, "wb") as sink: shutil.copyfileobj(source, sink)
         return kind(unpacked if packed else folder, train=split == "train", download=False)
 
-# %% ../../nbs/lab/10_data.ipynb #b01702c3
+# %% ../../nbs/lab/10_data.ipynb #4a2ecf16
 def _torchvision(name, split, root):
     kind = TORCHVISION[name]
     folders = [Path(root or os.environ.get("PEIRA_KREPES_DATA") or "data")]
     if root is None and name == "fashion_mnist": folders.append(DEBIAN)
     for folder in folders:
-        try: data = _open(kind, folder, split)
+        try:
+            data = _open(kind, folder, split)
+            if len(data.data) != len(data.targets): raise OSError(f"{len(data.data)} images and {len(data.targets)} labels")
         except (RuntimeError, AssertionError, OSError, EOFError, gzip.zlib.error) as e:
             if not str(e).startswith("Dataset not found"):
                 raise ValueError(f"{name}: a file under {folder.resolve()} is damaged ({type(e).__name__}: {e}). Fetch it again.") from e
@@ -165,7 +167,7 @@ def _list_folder(folder, split):
         raise ValueError(f"{folder}: train/ and {held_out.name}/ must have the same classes; only one of them has {sorted(odd)}. Labels would shift.")
     return first.samples, (first if split == "train" else second).samples, first.classes
 
-# %% ../../nbs/lab/10_data.ipynb #ab595126
+# %% ../../nbs/lab/10_data.ipynb #c7c0ece5
 def _decode(path, channels, size):
     "One file as float32 (channels,h,w) in [0, 1]."
     with Image.open(path) as image:
@@ -179,7 +181,7 @@ def _decode(path, channels, size):
         if size: image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
         pixels = np.asarray(image, np.float32) / (1 if deep else 255)
     if not (pixels.min() >= 0 and pixels.max() <= 1): raise ValueError(f"values from {pixels.min():g} to {pixels.max():g}, outside its range")
-    return np.ascontiguousarray(np.broadcast_to(pixels if pixels.ndim == 2 else pixels.transpose(2, 0, 1), (channels, *pixels.shape[:2])))
+    return np.array(np.broadcast_to(pixels if pixels.ndim == 2 else pixels.transpose(2, 0, 1), (channels, *pixels.shape[:2])))
 
 def _has_colour(path, channels=None, size=None):
     with Image.open(path) as image: return image.mode[0] not in "1LIF"

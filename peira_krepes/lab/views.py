@@ -70,10 +70,10 @@ def view_seed(
     digest = hashlib.sha256(repr((int(seed), int(epoch), int(step), *map(int, more))).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
-# %% ../../nbs/lab/20_views.ipynb #945145d7
+# %% ../../nbs/lab/20_views.ipynb #1216c26c
 def warp(
     images: Tensor, # (n,c,h,w) floating
-    boxes: Tensor, # (n,4) top, left, height, width of the crop in pixels, fractions allowed
+    boxes: Tensor, # (n,4) top, left, height, width of the crop in pixels; fractions allowed, no side below 1
     maps: Tensor | None = None, # (n,2,3) affine maps from output to cropped positions, both from -1 to 1 in (x, y); None = identity
 ) -> Tensor:
     """Each image cropped to its box, resized to full size and moved by its map, in one bilinear sampling (n,c,h,w).
@@ -103,7 +103,7 @@ def affine_maps(
     M = torch.stack([cos, (s * cos - sin) * aspect, sin / aspect, s * sin + cos], dim=1).view(-1, 2, 2)
     return torch.cat([M, -2 * (M @ shifts[:, :, None])], dim=2)
 
-# %% ../../nbs/lab/20_views.ipynb #c14f1bb1
+# %% ../../nbs/lab/20_views.ipynb #75bbc5d5
 def _uniform(low, high, shape, images, generator):
     "Draws from [low, high) on the images' device and in their precision."
     u = torch.rand(shape, generator=generator, device=generator.device, dtype=images.dtype).to(images.device)
@@ -115,7 +115,7 @@ def _boxes(policy, images, generator):
     full, area = images.new_tensor([h, w]), _uniform(*policy.crop, (n,), images, generator)
     low, high = (images.new_tensor(math.log(r)).clamp(area.log(), -area.log()) for r in policy.ratio)
     ratio = _uniform(low, high, (n,), images, generator).exp()
-    size = (torch.stack([area / ratio, area * ratio], dim=1).sqrt() * full).minimum(full)
+    size = (torch.stack([area / ratio, area * ratio], dim=1).sqrt() * full).clamp(min=1).minimum(full)
     return torch.cat([_uniform(0, 1, (n, 2), images, generator) * (full - size), size], dim=1)
 
 def _geometry(images, policy, generator):
@@ -128,7 +128,7 @@ def _geometry(images, policy, generator):
     maps[:, :, 0] *= 1 - 2 * flipped.to(maps.dtype)
     return warp(images, _boxes(policy, images, generator), maps)
 
-# %% ../../nbs/lab/20_views.ipynb #b17508b2
+# %% ../../nbs/lab/20_views.ipynb #e2c7614d
 LUMA = (0.299, 0.587, 0.114)
 
 def colour_matrices(
@@ -144,7 +144,7 @@ def colour_matrices(
     S = saturation.view(n, 1, 1) * (eye - to_grey) + to_grey
     angle = 2 * math.pi * turn.view(n, 1, 1)
     H = angle.cos() * (eye - ones / 3) + ones / 3 + angle.sin() / math.sqrt(3) * cross
-    return torch.where(grey.view(n, 1, 1), to_grey, H @ S)
+    return torch.where(grey.view(n, 1, 1), to_grey, eye) @ H @ S
 
 # %% ../../nbs/lab/20_views.ipynb #d0264e07
 def _factor(amount, applied, images, generator):
