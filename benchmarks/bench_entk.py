@@ -76,6 +76,7 @@ def test_entk(benchmark, case, who):
     make, shape, n, m, kind, slab, chunk = CASES[case]
     net, x, y = make(), torch.rand(n, *shape), torch.rand(m, *shape)
     benchmark.group = f'entk: {case}, {n} x {m}'
+    benchmark.name = f'{who}, {slab if who == "torch.func" else n} rows'
     with torch.no_grad():
         if who == 'torch.func':
             K = benchmark.pedantic(recipe, (net, x[:slab], y, kind, chunk), rounds=1)
