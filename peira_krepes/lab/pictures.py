@@ -56,7 +56,7 @@ def picture(
             pixels = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3])
             pixels.quantize(256, dither=Image.Dither.NONE).save(temporary, optimize=True, dpi=(DPI, DPI))
 
-# %% ../../nbs/lab/75_pictures.ipynb #6f6d0a0b
+# %% ../../nbs/lab/75_pictures.ipynb #c62f6d7a
 def _draw_history(axes, history, key, colour, line="-", label=None):
     "One quantity of each epoch as a curve, with dots where there are few."
     values = [math.nan if h[key] is None else h[key] for h in history]
@@ -78,11 +78,15 @@ def draw_rank(axes, training):
     axes.legend(**{**LEGEND, "handlelength": 1.6})
 
 def draw_spectrum(axes, training):
-    "Estimated canonical correlations of the last epoch, largest first, with the line below which none is learned."
-    c, floor = sorted(training["history"][-1]["spectrum"], reverse=True), training["ridge"]**2
-    axes.bar(range(1, len(c) + 1), c, color=BLUE, width=0.8 if len(c) < 33 else 1)
+    "Canonical correlations at the last epoch, largest first: read off N as at a stationary point (bars), and measured (line); none can exceed one."
+    last, floor = training["history"][-1], training["ridge"]**2
+    c, measured = (sorted(last.get(key) or [], reverse=True) for key in ("spectrum", "correlations"))
+    axes.bar(range(1, len(c) + 1), c, color=BLUE, width=0.8 if len(c) < 33 else 1, label="read off N")
+    if measured: axes.plot(range(1, len(measured) + 1), measured, color=ORANGE, label="measured")
+    axes.axhline(1, color=INK, lw=1, ls=":", label="largest possible")
     axes.axhline(floor, color=RED, lw=1, ls="--", label=f"λ² = {floor:.3g}")
-    axes.set(title="Correlations found", xlabel="direction", ylabel="estimate of $c_i$", ylim=(0, max(1, *c)*1.02))
+    residual = "" if last.get("stationarity") is None else f", residual {last['stationarity']:.2g}"
+    axes.set(title="Correlations" + residual, xlabel="direction", ylabel="$c_i$", ylim=(0, max([1.3, *c])*1.02))
     axes.legend(loc="upper right", handlelength=1.6)
 
 # %% ../../nbs/lab/75_pictures.ipynb #ef450d57
