@@ -146,8 +146,11 @@ def test_curves_are_the_history_with_gaps_where_nothing_was_measured():
     assert np.array_equal(axes_of(draw_energy, training).lines[0].get_ydata(), [-1, math.nan, -3, -4], equal_nan=True)
     ranks = axes_of(draw_rank, training)
     assert [list(l.get_ydata()) for l in ranks.lines] == [[4, 5, 6, 7], [3, 4, 5, 6]] and ranks.get_ylim()[0] == 0
+    training['history'][-1]['correlations'] = [0.2, 0.8, 0.4]
     spectrum = axes_of(draw_spectrum, training)
-    assert [p.get_height() for p in spectrum.patches] == [0.9, 0.5, 0.1, 0.01] and spectrum.lines[0].get_ydata() == pytest.approx([0.01, 0.01])
+    measured, bound, floor = (list(l.get_ydata()) for l in spectrum.lines)
+    assert [p.get_height() for p in spectrum.patches] == [0.9, 0.5, 0.1, 0.01]
+    assert measured == [0.8, 0.4, 0.2] and bound == [1, 1] and floor == pytest.approx([0.01, 0.01])
 
 
 @pytest.mark.parametrize('score, power', [(0.05, -2), (0.5, 0), (1.0, 0), (99.0, 0), (5000.0, 3), (-2e-7, -7), (0.0, 0)])
