@@ -24,6 +24,7 @@ nb_execution_cache_path = str(ROOT/'_build/jupyter_cache')
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+suppress_warnings = ['mystnb.unknown_mime_type']      # `declare` speaks to peira-run in a MIME type of its own, beside plain text
 nb_ipywidgets_js = {}                                  # nothing is fetched when a page opens
 
 autodoc_default_options = {'members': True, 'undoc-members': True, 'show-inheritance': True}
