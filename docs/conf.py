@@ -17,6 +17,7 @@ exclude_patterns = ['**/.ipynb_checkpoints']
 
 myst_enable_extensions = ['dollarmath', 'amsmath', 'colon_fence', 'deflist']
 myst_heading_anchors = 3
+myst_dmath_double_inline = True                         # $$ formulas may stand inside a paragraph
 nb_custom_formats = {'.ipynb': ['nbdev_reader.read', {'package': str(ROOT/'peira_krepes')}, False]}
 nb_execution_mode = 'cache'
 nb_execution_excludepatterns = ['nbs/experiments/*']   # shown with the figures of their last full run
