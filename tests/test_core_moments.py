@@ -178,7 +178,9 @@ def worker(rank, folder):
     local = gradient.clone()
     dist.all_reduce(gradient)
     torch.save({"n": m.n, "loss": loss.detach(), "gradient": gradient / 2, "local": local} | {k: getattr(m, k).detach() for k in NAMES}, f"{folder}/{rank}.pt")
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0) # all is written; gloo's threads now and then abort in the interpreter's teardown
 
 
 def test_two_processes_with_unequal_rows_equal_the_union(tmp_path):

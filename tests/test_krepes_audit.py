@@ -458,10 +458,37 @@ def test_another_encoder_is_refused(tmp_path):
     relu = mlp(); relu[2] = nn.ReLU()
     for other in (close, relu, mlp(3), mlp(dtype=torch.float32)):
         with pytest.raises(ValueError, match="encoder is not the one"): KREPES.load(path, other)
-    model.encoder_[1].weight.data += 1  # trained on after the fit: the file keeps the fingerprint of the fit
-    model.save(path)
-    with pytest.raises(ValueError, match="encoder is not the one"): KREPES.load(path, model.encoder_)
+    with pytest.raises(TypeError, match="encoder must be a torch.nn.Module, or None; got str"): KREPES.load(path, "enc")
     assert fingerprint(copy.deepcopy(mlp()).train()) == fingerprint(mlp())
+
+
+def test_an_encoder_changed_after_the_fit_is_refused_until_it_is_restored(tmp_path):
+    model = fitted()
+    weights, z = copy.deepcopy(model.encoder_.state_dict()), model.transform(X)
+    model.encoder_[1].weight.data[0, 0] += 1e-9
+    calls = [lambda m=m: m(X) for m in (model.transform, model.prior, model.shift, model.influence, model.kernel_rows)]
+    for call in (*calls, lambda: model.save(tmp_path/"audit"), lambda: model.fidelity(A, np.arange(N) % 2)):
+        with pytest.raises(ValueError, match="encoder has changed since fit.*Fit again, or load the weights"): call()
+    assert not (tmp_path/"audit").exists()
+    model.encoder_.load_state_dict(weights)
+    assert torch.equal(model.transform(X), z)
+
+
+def test_the_fingerprint_is_taken_once_a_call(monkeypatch):
+    import peira_krepes.krepes.samples as samples
+    model, taken = fitted(), []
+    monkeypatch.setattr(samples, "fingerprint", lambda encoder: taken.append(1) or fingerprint(encoder))
+    assert len(model.transform(A.repeat(150, 1, 1))) > 4096 and taken == [1]  # two tiles
+
+
+def test_a_flipped_byte_anywhere_is_refused(tmp_path):
+    path, other = fitted().save(tmp_path/"audit"), tmp_path/"other"
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for place in range(0, len(whole), 7):
+        flipped = bytearray(whole); flipped[place] ^= 1
+        other.write_bytes(flipped)
+        with pytest.raises(ValueError, match="altered or damaged" if place >= start else str(other)): KREPES.load(other, mlp())
 
 
 def test_files_that_are_not_ours_are_refused_with_the_reason(tmp_path):
@@ -473,8 +500,15 @@ def test_files_that_are_not_ours_are_refused_with_the_reason(tmp_path):
     with pytest.raises(ValueError, match="format version 2, this package reads 1"): KREPES.load(other)
     save_file(tensors, other)
     with pytest.raises(ValueError, match="not one of KREPES.save"): KREPES.load(other)
-    save_file({}, other, {"krepes": "[1"})
-    with pytest.raises(ValueError, match="not one of KREPES.save"): KREPES.load(other)
+    for text in ("[1", "[1]", "{}", "null", '"version"'):
+        save_file(tensors, other, {"krepes": text})
+        with pytest.raises(ValueError, match=f"{other} is a safetensors file, but not one of KREPES.save"): KREPES.load(other)
+    for wrong in ({k: t for k, t in tensors.items() if k != "dA_"}, tensors | {"more": torch.ones(1)}):
+        save_file(wrong, other, {"krepes": json.dumps(about)})
+        with pytest.raises(ValueError, match=f"{other} must hold the tensors"): KREPES.load(other)
+    save_file(tensors, other, {"krepes": json.dumps(about)})
+    with pytest.raises(ValueError, match="altered or damaged"): KREPES.load(other)
+    with pytest.raises(ValueError, match=f"{tmp_path} is a folder"): KREPES.load(tmp_path)
     for content in (b"", b"PK\x03\x04 something else", path.read_bytes()[:-8]):
         other.write_bytes(content)
         with pytest.raises(ValueError, match="not a whole safetensors file"): KREPES.load(other)

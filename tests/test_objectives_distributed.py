@@ -68,7 +68,9 @@ def worker(rank, folder):
     try:
         results = run(ROWS[rank], DistributedDataParallel), refusals(rank)
         torch.save(results, os.path.join(folder, f"{rank}.pt"))
+        dist.barrier()
     finally: dist.destroy_process_group()
+    os._exit(0) # all is written; gloo's threads now and then abort in the interpreter's teardown
 
 
 @pytest.fixture(scope="module")

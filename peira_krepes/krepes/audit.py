@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KERNELS', 'CG_TOLERANCE', 'KREPES', 'raw_kernel', 'halves']
 
-# %% ../../nbs/krepes/90_audit.ipynb #64c23d72
+# %% ../../nbs/krepes/90_audit.ipynb #3e70b36d
 import functools, math, operator, warnings
 
 import numpy as np
@@ -23,7 +23,7 @@ from .entk import entk
 from .landmarks import METHODS, select_landmarks
 from .newton import gauss_newton
 from .nystrom import whiten
-from .samples import example, features_of, fingerprint, row_count, tiles, view_rows
+from .samples import check_unchanged, example, features_of, fingerprint, row_count, tiles, view_rows
 from ..objectives.base import MomentObjective, Objective
 
 # %% ../../nbs/krepes/90_audit.ipynb #502ea029
@@ -135,13 +135,14 @@ def fit(self: KREPES,
     self.dim_, self.fingerprint_ = start.shape[1], None if encoder is None else fingerprint(encoder)
     return self
 
-# %% ../../nbs/krepes/90_audit.ipynb #853f3e1c
+# %% ../../nbs/krepes/90_audit.ipynb #f82d7f48
 @patch
 def _tiles(self: KREPES, x):
     "Kernel rows of `x`, tile by tile, scaled."
     check_is_fitted(self, "dA_")
     if self.encoder_ is None and self.kernel in KERNELS[:2]:
         raise ValueError("this KREPES was loaded without its encoder, which new samples need. Load it with KREPES.load(path, encoder=...).")
+    check_unchanged(self.encoder_, self.fingerprint_)
     for rows in tiles(row_count(x, "x"), self.landmark_inputs_[:1], "kernel rows"):
         yield raw_kernel(self.kernel, self.encoder_, view_rows(x, rows, "x", self.landmark_inputs_), self.landmark_inputs_).double() / self.kernel_scale_
 

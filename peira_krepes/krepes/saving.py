@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VERSION', 'PLAIN', 'TENSORS', 'read_saved']
 
-# %% ../../nbs/krepes/95_saving.ipynb #f7d634a4
+# %% ../../nbs/krepes/95_saving.ipynb #f737b457
 import json
 from pathlib import Path
 
@@ -14,12 +14,13 @@ from fastcore.basics import patch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from sklearn.utils.validation import check_is_fitted
+from torch import nn
 from ..core.files import atomic_path
 from .audit import KREPES
-from .samples import fingerprint
+from .samples import check_unchanged, fingerprint, tensors_digest
 from ..objectives.base import from_config
 
-# %% ../../nbs/krepes/95_saving.ipynb #7bbda97e
+# %% ../../nbs/krepes/95_saving.ipynb #4e8eba4e
 VERSION = 1 # of the format
 PLAIN = ("kernel_scale_", "rank_", "floor_", "dim_", "history_", "n_samples_", "fingerprint_")
 TENSORS = ("A0_", "dA_", "landmark_indices_", "landmark_inputs_")
@@ -30,28 +31,34 @@ def save(self: KREPES,
     path,  # of the file to write
 ) -> Path:
     "Write everything but the encoder and a kernel function to one safetensors file, atomically; returns the path."
-    check_is_fitted(self, "dA_")
+    check_is_fitted(self, "dA_"), check_unchanged(self.encoder_, self.fingerprint_)
     about = {"version": VERSION, "objective": self.objective.config(), "n_landmarks": None if self.n_landmarks is None else int(self.n_landmarks),
              "dim": int(self.dim), "damping": float(self.damping), "seed": int(self.seed),
              "landmarks": self.landmarks if isinstance(self.landmarks, str) else None, "kernel": None if callable(self.kernel) else self.kernel,
              "fitted": {name: getattr(self, name) for name in PLAIN}}
     tensors = {name: getattr(self, name).detach().cpu().contiguous() for name in TENSORS}
-    with atomic_path(path) as temporary: save_file(tensors, temporary, {"krepes": json.dumps(about)})
+    text = json.dumps(about)
+    with atomic_path(path) as temporary: save_file(tensors, temporary, {"krepes": text, "sha256": tensors_digest(text, tensors)})
     return Path(path)
 
-# %% ../../nbs/krepes/95_saving.ipynb #9de95b30
+# %% ../../nbs/krepes/95_saving.ipynb #f614e12d
 def read_saved(path):
     "The description and the tensors in a file of `KREPES.save`; `ValueError` for any other file, with the reason."
+    if Path(path).is_dir(): raise ValueError(f"path must be a file of KREPES.save; {path} is a folder.")
     try:
         with safe_open(path, framework="pt") as f: header, tensors = f.metadata() or {}, {name: f.get_tensor(name).clone() for name in f.keys()}
     except SafetensorError as e: raise ValueError(f"{path} is not a whole safetensors file ({e}). Was it written by KREPES.save?") from None
     try: about = json.loads(header["krepes"])
-    except (KeyError, json.JSONDecodeError): raise ValueError(f"{path} is a safetensors file, but not one of KREPES.save.") from None
+    except (KeyError, json.JSONDecodeError): about = None
+    if not isinstance(about, dict) or "version" not in about: raise ValueError(f"{path} is a safetensors file, but not one of KREPES.save.")
     if about["version"] != VERSION:
         raise ValueError(f"{path} has format version {about['version']}, this package reads {VERSION}. Load it with the package that wrote it, or fit again.")
+    if set(tensors) != set(TENSORS): raise ValueError(f"{path} must hold the tensors {sorted(TENSORS)}; got {sorted(tensors)}. Take the file that KREPES.save wrote.")
+    if tensors_digest(header["krepes"], {name: tensors[name] for name in TENSORS}) != header.get("sha256"):
+        raise ValueError(f"{path} was altered or damaged after KREPES.save: its contents do not have the SHA-256 in its header. Take another copy, or fit again.")
     return about, tensors
 
-# %% ../../nbs/krepes/95_saving.ipynb #99f82f91
+# %% ../../nbs/krepes/95_saving.ipynb #f59ee99d
 @patch(cls_method=True)
 def load(cls: KREPES,
     path,          # a file of `save`
@@ -59,6 +66,7 @@ def load(cls: KREPES,
     kernel=None,   # the kernel function, where one was used: a function cannot be saved
 ) -> KREPES:
     "The saved object; `ValueError` for a foreign file, another format version, another encoder, or a missing kernel function."
+    if not (encoder is None or isinstance(encoder, nn.Module)): raise TypeError(f"encoder must be a torch.nn.Module, or None; got {type(encoder).__name__}.")
     about, tensors = read_saved(path)
     if about["kernel"] is None and not callable(kernel): raise ValueError(f"{path} was fitted with a kernel function, which no file can hold. Pass kernel=.")
     if about["kernel"] is not None and kernel is not None: raise ValueError(f"{path} was fitted with kernel={about['kernel']!r}. Leave kernel= out.")
