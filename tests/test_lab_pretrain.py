@@ -370,3 +370,11 @@ def test_the_module_runs_as_a_program():
     command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "peira_krepes.lab.pretrain"]
     bad = subprocess.run(command + SMALL + ["--dim", "0"], capture_output=True, text=True, cwd=ROOT)
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "dim" in bad.stderr and not bad.stdout, bad.stderr
+
+
+def test_a_diverged_run_is_refused_and_the_program_says_so_in_one_line(capsys):
+    options = dict(epochs=1, batch_size=20, dim=8, hidden=16, learning_rate=1e30, device='cpu')
+    with pytest.raises(FloatingPointError, match='learning_rate'): pretrain(load_images('digits', limit=60), **options)
+    words = [w for k, v in options.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+    assert main(['--dataset', 'digits', *words]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -329,3 +329,15 @@ def test_declaring_a_file_that_is_not_there_is_an_error(tmp_path):
 
 def test_without_folders_leaves_other_things_alone():
     assert without_folders(['a/b', '', '/', 3, None, True, '~/x']) == ['a/b', '', '/', 3, None, True, 'x']
+
+
+@pytest.mark.parametrize('text, reason', [('{"a": 1}', 'not a notebook'), ('[1]', 'not a notebook')])
+def test_a_json_file_that_is_no_notebook_is_refused(tmp_path, text, reason):
+    (tmp_path/'a.ipynb').write_text(text)
+    with pytest.raises(ValueError, match=reason): known_parameters(tmp_path/'a.ipynb')
+
+
+def test_a_parameters_cell_that_is_not_python_is_named(tmp_path):
+    cell = nbformat.v4.new_code_cell('n: int = = 3', metadata={'tags': ['parameters']})
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path/'a.ipynb')
+    with pytest.raises(ValueError, match='parameters.*is not Python'): known_parameters(tmp_path/'a.ipynb')

@@ -36,7 +36,7 @@ def _parameter(name, found):
     except Exception: allowed = typing.Any # a class of the notebook's own: the notebook checks it
     return Parameter(name, annotation, allowed, default, found["help"])
 
-# %% ../../nbs/lab/65_parameters.ipynb #77d6171f
+# %% ../../nbs/lab/65_parameters.ipynb #63e40b93
 def literal_path(path):
     "The text of a path as papermill wants it: it fills in `{names}` within paths, and ours are meant as they are."
     return str(path).replace("{", "{{").replace("}", "}}")
@@ -47,9 +47,12 @@ def known_parameters(
     """The parameters of a notebook by name, in the order of its cell tagged `parameters`.
 
     `ValueError` if it is no notebook, has no such cell, or assigns a name there that papermill cannot read."""
-    cells = [c.source for c in nbformat.read(notebook, 4).cells if "parameters" in c.metadata.get("tags", [])]
+    try: cells = [c.source for c in nbformat.read(notebook, 4).cells if "parameters" in c.metadata.get("tags", [])]
+    except (AttributeError, KeyError, TypeError, ValueError, nbformat.ValidationError) as e: raise ValueError(f"{notebook} is not a notebook that can be read ({type(e).__name__})") from e
     if not cells: raise ValueError(f"{notebook} has no cell tagged `parameters`: tag the cell that assigns its parameters")
-    targets = [t for s in ast.parse(cells[0]).body for t in getattr(s, "targets", [getattr(s, "target", None)])]
+    try: statements = ast.parse(cells[0]).body
+    except SyntaxError as e: raise ValueError(f"the cell tagged `parameters` in {notebook} is not Python: {e.msg}, line {e.lineno}") from e
+    targets = [t for s in statements for t in getattr(s, "targets", [getattr(s, "target", None)])]
     known = {name: _parameter(name, found) for name, found in papermill.inspect_notebook(literal_path(notebook)).items()}
     if lost := {t.id for t in targets if isinstance(t, ast.Name)} - known.keys():
         raise ValueError(f"papermill cannot read {', '.join(sorted(lost))} in {notebook}: write one `name: type = value # help` a line, "
