@@ -378,3 +378,22 @@ def test_a_diverged_run_is_refused_and_the_program_says_so_in_one_line(capsys):
     words = [w for k, v in options.items() for w in (f"--{k.replace('_', '-')}", str(v))]
     assert main(['--dataset', 'digits', *words]) == 1
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize('every, warns', [(2, True), (3, False)])
+def test_an_epoch_with_half_of_its_steps_skipped_is_reported(monkeypatch, every, warns):
+    count = itertools.count()
+    monkeypatch.setattr(Run, 'step', lambda self, images, seed: (1.0, None) if next(count) % every else (None, 'loss'))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        tiny(batch_size=12, epochs=1, method='barlow_twins')  # six steps
+    assert any('3 of 6 steps of the last epoch' in str(w.message) for w in caught) == warns
+    assert any('were skipped' in str(w.message) for w in caught) == warns
+
+
+@pytest.mark.parametrize('error', [FloatingPointError, ZeroDivisionError, RuntimeError, torch.OutOfMemoryError])
+def test_a_failed_training_is_one_line_and_status_1(monkeypatch, capsys, error):
+    def fails(*args): raise error('out of\nmemory')
+    monkeypatch.setattr(Run, 'epoch', fails)
+    assert main(SMALL) == 1
+    assert capsys.readouterr().err == 'python -m peira_krepes.lab.pretrain: out of memory\n'

@@ -341,3 +341,14 @@ def test_a_parameters_cell_that_is_not_python_is_named(tmp_path):
     cell = nbformat.v4.new_code_cell('n: int = = 3', metadata={'tags': ['parameters']})
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path/'a.ipynb')
     with pytest.raises(ValueError, match='parameters.*is not Python'): known_parameters(tmp_path/'a.ipynb')
+
+
+@pytest.mark.parametrize('flags', [(), ('--list',)], ids=['run', 'list'])
+@pytest.mark.parametrize('text', ['{"a": 1}', '[1]', 'null', None], ids=str)
+def test_peira_run_refuses_what_is_no_notebook_in_one_line(tmp_path, capfd, text, flags):
+    path = notebook(tmp_path/'a.ipynb', parameters='n: int = = 3')
+    if text: path.write_text(text)
+    assert call(path, tmp_path/'o.ipynb', *flags) == 2
+    err = capfd.readouterr().err
+    assert err.startswith('peira-run: ') and err.count('\n') == 1 and ('is not a notebook' if text else 'is not Python') in err
+    assert not (tmp_path/'o.ipynb').exists()

@@ -70,7 +70,7 @@ class Pretrained:
     history: list[dict] # per epoch: epoch, step, energy, diagnostics of `diagnose`, learning_rate, skipped_steps
     settings: dict # plain values; `data` is the checksum
 
-# %% ../../nbs/lab/50_pretrain.ipynb #5b539989
+# %% ../../nbs/lab/50_pretrain.ipynb #bf11e042
 def checked_images(data) -> ImageData:
     "The images of `data`, loaded if it is a name; `TypeError` for anything else, `ValueError` for fewer than two images."
     if isinstance(data, (str, Path)): data = load_images(data)
@@ -85,14 +85,16 @@ def refuse_divergence(run: Run):
         raise FloatingPointError(f"training diverged: the embeddings are not finite. Lower learning_rate (it was {run.settings.learning_rate:g}) and train anew.")
 
 def complete(run: Run, path: Path|None, resume: bool) -> Pretrained:
-    "Load what there is, train what is missing, warn of a collapse."
+    "Load what there is, train what is missing, refuse a diverged run, warn of a collapse and of many skipped steps."
     if path: path.parent.mkdir(parents=True, exist_ok=True) # before hours of training, not after the first epoch
     if path and resume and path.exists(): run.load(path)
     run.train(path)
+    run.modules.eval()
+    refuse_divergence(run) # before the warnings: the error says it all
+    if 2 * (skipped := run.history[-1]["skipped_steps"]) >= run.steps:
+        warnings.warn(f"{skipped} of {run.steps} steps of the last epoch were not finite and were skipped: the network has hardly been trained there. Lower learning_rate.")
     if run.history[-1]["alarm"] != "healthy":
         warnings.warn(f"the features have collapsed ({run.history[-1]['alarm']}): effective rank {run.history[-1]['effective_rank']:.1f} of {run.settings.dim}. See history.")
-    run.modules.eval()
-    refuse_divergence(run)
     return Pretrained(*(run.modules[name] for name in ("encoder", "projector", "method")), run.history, asdict(run.settings))
 
 # %% ../../nbs/lab/50_pretrain.ipynb #cb2a0bbf
@@ -152,16 +154,16 @@ def command_line() -> argparse.ArgumentParser:
                             default=None if needed else p.default, help=(comments[name] + note).replace("%", "%%"), **form)
     return parser
 
-# %% ../../nbs/lab/50_pretrain.ipynb #9b1cfd1e
+# %% ../../nbs/lab/50_pretrain.ipynb #808fe27c
 def main(
     arguments: list[str]|None=None, # words after the program's name; None = those of this process
-) -> int: # exit status: 0, 1 when training diverged, 2 for a bad argument, 130 when interrupted
+) -> int: # exit status: 0, 1 when training failed (it diverged, or the device gave out), 2 for a bad argument, 130 when interrupted
     "Run `pretrain` from the command line and print one line about the result."
     parser = command_line()
     options = vars(parser.parse_args(arguments))
     try: run = pretrain(**options)
     except (ValueError, TypeError, OSError, NotImplementedError) as e: parser.error(" ".join(str(e).split()))
-    except FloatingPointError as e:
+    except (ArithmeticError, RuntimeError) as e:
         print(f"{parser.prog}: {' '.join(str(e).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
