@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conformance import MomentConformance, paired, rotation
-from oracles import peira_energy_by_loops
+from oracles import moments_by_loops, peira_energy_by_loops
 from peira_krepes.core.moments import TwoViewMoments
 from peira_krepes.objectives import PEIRA, PEIRALoss
 from peira_krepes.objectives.peira import _energy_and_rows
@@ -423,3 +423,98 @@ def test_growth_of_a_mode_in_an_unused_column_under_stale_statistics(step):
     wanted = (1 - rate) * (1 + 2 * step * (c / ridge - ridge))
     assert (wanted < 1) == (step < 0.01)
     for first, second in zip(gradients, gradients[1:]): assert second / first == pytest.approx(wanted, rel=1e-4)
+
+
+# statistics carried along with the network ------------------------------------------------------------------------------------
+
+def carried_by_loops(batches, rate, dim):
+    "Corrected statistics of the recursion S_t = m_t(now) + (1 - eta_t)(S_(t-1) - m_t(before)), eta_t = eta / (1 - (1-eta)^t)."
+    S = None
+    for t, (now, before) in enumerate(batches, start=1):
+        eta = rate / (1 - (1 - rate) ** t)
+        moments = lambda pair: {k: torch.as_tensor(v) for k, v in moments_by_loops(*pair).items() if k != "n"}
+        m, old = moments(now), moments(before)
+        S = m if S is None else {k: m[k] + (1 - eta) * (S[k] - old[k]) for k in m}
+    return S
+
+def drifting(steps=4, n=12, dim=3, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    W, batches = torch.randn(dim, dim, generator=g, dtype=torch.float64), []
+    for _ in range(steps):
+        x = torch.randn(2, n, dim, generator=g, dtype=torch.float64) + 0.5
+        step = W + 0.1 * torch.randn(dim, dim, generator=g, dtype=torch.float64)
+        batches.append(((x[0] @ step, x[1] @ step), (x[0] @ W, x[1] @ W)))
+        W = step
+    return batches
+
+@pytest.mark.parametrize("center", [False, True])
+def test_carried_statistics_are_the_recursion_written_as_loops(center):
+    loss, batches = PEIRALoss(3, rate=0.3, center=center), drifting()
+    for now, before in batches: loss(*now, previous=before)
+    S = carried_by_loops(batches, 0.3, 3)
+    a, b = S["mean_a"], S["mean_b"]
+    N, Sigma = S["S_aa"] + S["S_bb"], S["S_ab"] + S["S_ab"].T
+    if center: N, Sigma = N - torch.outer(a, a) - torch.outer(b, b), Sigma - torch.outer(a, b) - torch.outer(b, a)
+    assert torch.linalg.eigvalsh(N)[0] > 0 # nothing was mended here
+    torch.testing.assert_close(loss.N, N, rtol=0, atol=1e-10)
+    torch.testing.assert_close(loss.Sigma, Sigma, rtol=0, atol=1e-10)
+
+def test_a_network_that_stands_still_carries_nothing():
+    plain, carried = PEIRALoss(3, rate=0.3), PEIRALoss(3, rate=0.3)
+    for now, _ in drifting():
+        assert torch.equal(plain(*now), carried(*now, previous=now))
+    torch.testing.assert_close(plain.N, carried.N, rtol=0, atol=1e-14)
+
+def test_carried_statistics_have_no_lag_in_a_steady_drift():
+    "Over many draws the mean error is zero within five standard errors; the plain average's is its predicted lag."
+    errors = {True: [], False: []}
+    for seed in range(40):
+        g = torch.Generator().manual_seed(seed)
+        losses = {carry: PEIRALoss(1, rate=0.1) for carry in errors}
+        for t in range(40):
+            z = torch.randn(2, 20, 1, generator=g, dtype=torch.float64)
+            for carry, loss in losses.items(): loss(*(1.05**t * z), previous=tuple(1.05 ** (t - 1) * z) if carry else None)
+        for carry, loss in losses.items(): errors[carry].append(loss.N.item() / (2 * 1.05 ** (2 * 39)) - 1)
+    for carry, wanted in ((True, 0.0), (False, sum(0.1 * 0.9**j * 1.05 ** (-2 * j) for j in range(40)) / (1 - 0.9**40) - 1)):
+        e = torch.tensor(errors[carry])
+        assert abs(e.mean().item() - wanted) < 5 * e.std().item() / 40**0.5
+    assert wanted < -0.3
+
+def test_negative_eigenvalues_of_a_carried_N_are_removed_and_nothing_else():
+    loss = PEIRALoss(3, rate=0.3)
+    z = torch.eye(3, dtype=torch.float64) * torch.tensor([1.0, 1.0, 1e-3], dtype=torch.float64)
+    loss(z, z)
+    now, before = z * 1.0, z + torch.tensor([0.0, 0.0, 2.0], dtype=torch.float64) # the third coordinate shrank on this batch by more than there is
+    loss(now, now, previous=(before, before))
+    raw = PEIRALoss(3, rate=0.3)
+    raw(z, z)
+    averages = raw._entered(TwoViewMoments.from_features(now, now), TwoViewMoments.from_features(before, before))
+    values, vectors = torch.linalg.eigh(averages["N"] / averages["weight"])
+    assert values[0] < -0.1
+    torch.testing.assert_close(loss.N, (vectors * values.clamp_min(0)) @ vectors.T, rtol=0, atol=1e-10)
+    assert torch.linalg.eigvalsh(loss.N)[0] > -1e-12
+
+def test_previous_embeddings_are_checked_like_views_and_leave_the_state():
+    loss, ((now, before), *_) = PEIRALoss(3), drifting()
+    loss(*now)
+    state = {k: v.clone() for k, v in loss.state_dict().items()}
+    broken = before[0].clone()
+    broken[2, 1] = float("nan")
+    for bad, error in (((broken, before[1]), "row 2"), ((before[0][:5], before[1][:5]), "same rows"), ((before[0][:, :2], before[1][:, :2]), "same rows"), ((before[0], before[1][:5]), "same shape")):
+        with pytest.raises(ValueError, match=error): loss(*now, previous=bad)
+    with pytest.raises(FloatingPointError, match="overflow"): loss(*now, previous=tuple(1e200 * z for z in before))
+    assert all(torch.equal(v, state[k]) for k, v in loss.state_dict().items())
+
+@pytest.mark.parametrize("center", [False, True])
+def test_the_gradient_with_carried_statistics_is_the_auxiliary_losses(center):
+    loss, batches = PEIRALoss(3, ridge=0.2, rate=0.3, center=center), drifting()
+    for now, before in batches[:-1]: loss(*now, previous=before)
+    (z_a, z_b), before = batches[-1]
+    u, v = z_a.clone().requires_grad_(), z_b.clone().requires_grad_()
+    got = torch.autograd.grad(loss(u, v, previous=before), (u, v))
+    S = carried_by_loops(batches, 0.3, 3)
+    x, y = (z - S[m] if center else z for z, m in ((u, "mean_a"), (v, "mean_b")))
+    Q = torch.linalg.inv(loss.N + 0.2 * torch.eye(3).double())
+    inner = Q @ loss.Sigma @ Q + 0.2 * torch.eye(3).double()
+    auxiliary = (-(x @ Q * y).sum() + (x @ inner * x).sum() / 2 + (y @ inner * y).sum() / 2) / len(u)
+    for g, e in zip(got, torch.autograd.grad(auxiliary, (u, v))): torch.testing.assert_close(g, e, rtol=0, atol=1e-8)

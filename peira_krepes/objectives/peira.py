@@ -103,12 +103,16 @@ class PEIRALoss(nn.Module):
     def extra_repr(self):
         return f"dim={self.dim}, ridge={self.objective.ridge:g}, rate={self.rate:g}, center={self.objective.center}"
 
-# %% ../../nbs/objectives/10_peira.ipynb #690a46b0
+# %% ../../nbs/objectives/10_peira.ipynb #b27e5834
 @patch
-def _entered(self: PEIRALoss, batch):
-    "The running averages after a batch of these moments, as new tensors."
-    new = {"Sigma": batch.S_s, "N": batch.S_N, "mean_a": batch.mean_a, "mean_b": batch.mean_b, "weight": torch.ones_like(self.ema_weight)}
-    return {name: torch.lerp(getattr(self, f"ema_{name}"), x.to(self.ema_weight), self.rate) for name, x in new.items()}
+def _entered(self: PEIRALoss, batch, before=None):
+    "The running averages after a batch of these moments, as new tensors; carried along with the network if the batch's moments `before` the last step are given."
+    old = {name: getattr(self, f"ema_{name}") for name in ("Sigma", "N", "mean_a", "mean_b", "weight")}
+    parts = lambda m: {"Sigma": m.S_s, "N": m.S_N, "mean_a": m.mean_a, "mean_b": m.mean_b}
+    new = {name: x.to(self.ema_weight) for name, x in parts(batch).items()} | {"weight": torch.ones_like(self.ema_weight)}
+    if before is not None: # the averages stand for `weight` times a statistic
+        for name, x in parts(before).items(): old[name] = old[name] + self.ema_weight * (new[name] - x.to(self.ema_weight))
+    return {name: torch.lerp(old[name], x, self.rate) for name, x in new.items()}
 
 @patch
 def _statistics(self: PEIRALoss, averages):
@@ -132,6 +136,17 @@ def Sigma(self: PEIRALoss) -> Tensor: # (dim,dim), float64
 def N(self: PEIRALoss) -> Tensor: # (dim,dim), float64
     "Running $N$, corrected and centred likewise."
     return self._stored()[1]
+
+# %% ../../nbs/objectives/10_peira.ipynb #7e880dd3
+@patch
+def _carried(self: PEIRALoss, batch, before):
+    "The averages after a batch, carried along with the network, $N$ without negative eigenvalues."
+    averages = self._entered(batch, before)
+    _, N, a, b = self._statistics(averages)
+    if not torch.linalg.cholesky_ex(_ridged(N, 1e-6 * self.objective.ridge)).info or not torch.isfinite(N).all(): return averages
+    values, vectors = torch.linalg.eigh(N)
+    mended = (vectors * values.clamp_min(0)) @ vectors.T + torch.outer(a, a) + torch.outer(b, b)
+    return averages | {"N": averages["weight"] * symmetric(mended)}
 
 # %% ../../nbs/objectives/10_peira.ipynb #360d3419
 class _FrozenGradient(torch.autograd.Function):
@@ -159,21 +174,25 @@ def _energy_and_rows(x, Sigma, N, ridge):
     rows = torch.linalg.solve_triangular(L, w @ K - other_view, upper=False, left=False).add_(x, alpha=ridge)
     return ridge / 2 * N.trace() - K.trace() / 2, rows
 
-# %% ../../nbs/objectives/10_peira.ipynb #0ac4e119
+# %% ../../nbs/objectives/10_peira.ipynb #f7465935
 @patch
 def forward(self: PEIRALoss,
     z_a: Tensor, # (n,dim) embeddings of view a, n >= 2
     z_b: Tensor, # (n,dim) embeddings of view b, row i is the same sample
+    previous: tuple[Tensor, Tensor]|None = None, # two (n,dim), the same views embedded by the network before its last step; removes the lag
 ) -> Tensor: # scalar in the features' precision, float32 at least
     """$E$ at the running statistics with this batch entered; its gradient is the auxiliary loss's on this batch.
 
     `ValueError`/`TypeError` for bad views, naming the row; `FloatingPointError` on overflow. Either leaves the statistics as they were."""
     z_a, z_b = batch_views(z_a, z_b)
+    if previous is not None:
+        previous = batch_views(*previous)
+        if previous[0].shape != z_a.shape: raise ValueError(f"previous must hold embeddings of the same rows, shape {tuple(z_a.shape)}; got {tuple(previous[0].shape)}. Embed this batch's views with the earlier network.")
     if z_a.shape[1] != self.dim: raise ValueError(f"z_a and z_b must have {self.dim} columns, the dim of this PEIRALoss; got {z_a.shape[1]}. Construct it with dim={z_a.shape[1]}.")
     if z_a.device != self.ema_N.device: raise ValueError(f"z_a and z_b must be on {self.ema_N.device}, where the statistics are; got {z_a.device}. Move the loss with .to(z_a.device).")
     with torch.no_grad(), torch.autocast(z_a.device.type, enabled=False):
         batch = TwoViewMoments.from_features(z_a, z_b).all_reduce()
-        averages = self._entered(batch)
+        averages = self._entered(batch) if previous is None else self._carried(batch, TwoViewMoments.from_features(*previous).all_reduce())
         Sigma, N, *means = self._statistics(averages)
         size = N.norm().item()
         if not size < float("inf"): raise FloatingPointError(overflow_message("PEIRALoss", z_a, z_b))
