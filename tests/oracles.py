@@ -464,3 +464,216 @@ def convolved(image, weight, stride):
         for i in range(rows):
             for j in range(columns): out[o, i, j] = (weight[o]*padded[:, i*stride:i*stride + 3, j*stride:j*stride + 3]).sum()
     return out
+
+
+# ---- peira.dynamics, peira.slow_predictor: derivatives by differences, steps one at a time ---------------------------------------
+def lagging_jacobian(b, ridge, modes, k, speed, step=1e-5):
+    "Jacobian of the flow with lagging moments at the critical point of `modes` for B = diag(b), by central differences; symmetric moments by their upper triangles."
+    n, upper = len(b), [(i, j) for i in range(k) for j in range(i, k)]
+    B = np.diag(np.asarray(b, dtype=np.float64))
+    def unpack(z):
+        S, M = np.zeros((k, k)), np.zeros((k, k))
+        for place, (i, j) in enumerate(upper):
+            S[i, j] = S[j, i] = z[n*k + place]
+            M[i, j] = M[j, i] = z[n*k + len(upper) + place]
+        return z[:n*k].reshape(n, k), S, M
+    def field(z):
+        W, S, M = unpack(z)
+        Q = np.linalg.inv(M + ridge*np.eye(k))
+        dS, dM = speed*(W.T@B@W - S), speed*(W.T@W - M)
+        return np.array([*(B@W@Q - W@Q@S@Q - ridge*W).ravel(), *(dS[i, j] for i, j in upper), *(dM[i, j] for i, j in upper)])
+    W = np.zeros((n, k))
+    for column, mode in enumerate(modes): W[mode, column] = (b[mode]**0.5 - ridge)**0.5
+    S, M = W.T@B@W, W.T@W
+    z = np.array([*W.ravel(), *(S[i, j] for i, j in upper), *(M[i, j] for i, j in upper)])
+    return np.array([(field(z + step*e) - field(z - step*e))/(2*step) for e in np.eye(len(z))]).T
+
+
+def lagging_steps(b, ridge, step, rate, share, n):
+    "Shares of one mode along n gradient steps with running averages of its two moments, in plain numbers."
+    w, shares = share**0.5, []
+    S, M = b*share, share
+    for _ in range(n):
+        S, M = S + rate*(b*w*w - S), M + rate*(w*w - M)
+        q = 1/(M + ridge)
+        w += step*(b*w*q - w*q*S*q - ridge*w)
+        shares.append(w*w)
+    return shares
+
+
+def distillation_jacobian(W, B, ridge, decay, step=1e-5):
+    "Jacobian of the self-distillation field at W (K,k), by central differences."
+    def field(W):
+        P = W.T@B@W@np.linalg.inv(W.T@W + ridge*np.eye(W.shape[1]))
+        return (B@W@P - W@P.T@P - decay*W).ravel()
+    W, B = np.asarray(W, dtype=np.float64), np.asarray(B, dtype=np.float64)
+    columns = []
+    for place in np.ndindex(W.shape):
+        H = np.zeros_like(W)
+        H[place] = step
+        columns.append((field(W + H) - field(W - H))/(2*step))
+    return np.array(columns).T
+
+
+def principal_angles_by_projection(X, Y):
+    "Principal angles between the column spaces of X and Y (n,r), largest first, from the singular values of the product of orthonormal bases by Gram-Schmidt."
+    def basis(M):
+        kept = []
+        for column in np.asarray(M, dtype=np.float64).T:
+            for q in kept + kept: column = column - q*(q@column)
+            kept.append(column/np.sqrt(column@column))
+        return np.array(kept)
+    cosines = np.linalg.svd(basis(X)@basis(Y).T, compute_uv=False)
+    return np.sort(np.arccos(np.clip(cosines, -1, 1)))[::-1]
+
+
+# ---- objectives of samples: SimCLR, BYOL, SimSiam, one cosine at a time in float64 --------------------------------------------------
+
+def direction_by_loops(row):
+    "A list of floats divided by its length; zeros stay zeros."
+    length = math.sqrt(math.fsum(x * x for x in row))
+    return [x / length if length else 0.0 for x in row]
+
+
+def simclr_by_loops(z_a, z_b, temperature):
+    "Equation 1 of 2002.05709, one row's question after the other, averaged over the 2n rows."
+    rows = [direction_by_loops(r) for r in z_a.double().tolist() + z_b.double().tolist()]
+    n, total = len(rows) // 2, 0.0
+    for i in range(2 * n):
+        scores = {j: math.fsum(x * y for x, y in zip(rows[i], rows[j])) / temperature for j in range(2 * n) if j != i}
+        top = max(scores.values())
+        total += top + math.log(math.fsum(math.exp(s - top) for s in scores.values())) - scores[(i + n) % (2 * n)]
+    return total / (2 * n)
+
+
+def byol_by_loops(p_a, p_b, t_a, t_b, normalize=True):
+    "Equation 2 of 2006.07733, both directions added, mean over samples."
+    total, turn = 0.0, direction_by_loops if normalize else list
+    for predictions, targets in ((p_a, t_b), (p_b, t_a)):
+        for p, t in zip(predictions.tolist(), targets.tolist()): total += math.fsum((x - y) ** 2 for x, y in zip(turn(p), turn(t))) / len(p_a)
+    return total
+
+
+def simsiam_by_loops(p_a, p_b, t_a, t_b):
+    "Equations 1 and 2 of 2011.10566."
+    total = 0.0
+    for predictions, targets in ((p_a, t_b), (p_b, t_a)):
+        for p, t in zip(predictions.tolist(), targets.tolist()): total -= math.fsum(x * y for x, y in zip(direction_by_loops(p), direction_by_loops(t))) / len(p_a) / 2
+    return total
+
+
+# ---- lab.columns, lab.views (solarise), lab.corruption: one cell, one pixel at a time ----------------------------------------------
+def encoded_table(training, rows, words, most):
+    "Rows (lists of values, None for a gap) as lists of floats with the statistics of the training rows; `words`: categorical positions; `most`: columns per category."
+    encoded = [[] for _ in rows]
+    for j in range(len(training[0])):
+        seen, new = [r[j] for r in training], [r[j] for r in rows]
+        if j in words:
+            counts = {}
+            for v in seen: counts[v] = counts.get(v, 0) + 1
+            order = sorted(counts, key=lambda v: str('(missing)' if v is None else v))
+            rank = {v: i for i, v in enumerate(order)}                                 # of equally frequent ones the later name is kept
+            kept = order if len(order) <= most else sorted(sorted(order, key=lambda v: (-counts[v], -rank[v]))[:most - 1], key=rank.get)
+            for e, v in zip(encoded, new):
+                e += [float(v == k) for k in kept] + ([float(v in counts and v not in kept)] if len(kept) < len(order) else [])
+        else:
+            present = sorted(v for v in seen if v is not None)
+            middle = (present[(len(present) - 1)//2] + present[len(present)//2])/2
+            filled = [middle if v is None else v for v in seen]
+            mean = sum(filled)/len(filled)
+            deviation = math.sqrt(sum((v - mean)**2 for v in filled)/len(filled)) or 1.0
+            for e, v in zip(encoded, new):
+                e.append(((middle if v is None else v) - mean)/deviation)
+                if None in seen: e.append(float(v is None))
+    return encoded
+
+
+# ---- laws, counted tables and the auxiliary loss ----
+
+def law_by_recipe(correlations, p):
+    "Joint table of: draw x from p and a level j; if x is among the first j states draw it again among them. `correlations` ascending, one fewer than states."
+    K = len(p)
+    levels = [correlations[0]] + [correlations[j] - correlations[j - 1] for j in range(1, K - 1)] + [1 - correlations[-1]]
+    pi = np.zeros((K, K))
+    for x in range(K):
+        for j, chance in enumerate(levels, start=1):
+            if x >= j: pi[x, x] += p[x] * chance
+            else:
+                for y in range(j): pi[x, y] += p[x] * chance * p[y] / sum(p[:j])
+    return pi
+
+
+def counts_by_loops(x, y):
+    "Shares of each pair of values, over the values that occur, in sorted order."
+    rows, columns = sorted(set(x)), sorted(set(y))
+    pi = np.zeros((len(rows), len(columns)))
+    for a, b in zip(x, y): pi[rows.index(a), columns.index(b)] += 1 / len(x)
+    return pi
+
+
+def auxiliary_by_loops(pi, U, V, U_frozen, V_frozen, ridge):
+    "PEIRA's auxiliary loss pair by pair: -Tr Q Sigma / 2 + Tr Q S Q N / 2 + ridge Tr N / 2 with Q and S of the frozen embeddings."
+    pi, U, V, U_frozen, V_frozen = (np.asarray(a, dtype=np.float64) for a in (pi, U, V, U_frozen, V_frozen))
+    def moments(U, V):
+        cross, own = 0, 0
+        for x in range(len(U)):
+            for y in range(len(V)):
+                cross = cross + pi[x, y] * (np.outer(U[x], V[y]) + np.outer(V[y], U[x]))
+                own = own + pi[x, y] * (np.outer(U[x], U[x]) + np.outer(V[y], V[y]))
+        return cross, own
+    (Sigma, N), (S, M) = moments(U, V), moments(U_frozen, V_frozen)
+    Q = np.linalg.inv(M + ridge * np.eye(len(M)))
+    return (-np.trace(Q @ Sigma) + np.trace(Q @ S @ Q @ N) + ridge * np.trace(N)) / 2
+
+
+def products_by_enumeration(rhos, n_modes, most=40):
+    "The largest products of powers of `rhos`, constant left out, by listing all degrees up to `most`."
+    import itertools
+    values = sorted((np.prod([abs(r) ** k for r, k in zip(rhos, n)]) for n in itertools.product(range(most), repeat=len(rhos))), reverse=True)
+    return values[1:n_modes + 1]
+
+
+# ---- objectives: VICReg, the spectral contrastive loss and LeJEPA, one number at a time in float64 ---------------------------------
+def vicreg_by_loops(z_a, z_b, invariance, variance, covariance):
+    "Equations 1 to 6 of the paper, with the unbiased variance."
+    import math
+    views, (n, h) = (z_a.tolist(), z_b.tolist()), z_a.shape
+    mean = lambda z, i: sum(row[i] for row in z) / n
+    cov = lambda z, i, j: sum((row[i] - mean(z, i)) * (row[j] - mean(z, j)) for row in z) / (n - 1)
+    s = sum((x - y) ** 2 for row_a, row_b in zip(*views) for x, y in zip(row_a, row_b)) / n
+    v = sum(max(0.0, 1.0 - math.sqrt(cov(z, i, i) + 1e-4)) for z in views for i in range(h)) / h
+    c = sum(cov(z, i, j) ** 2 for z in views for i in range(h) for j in range(h) if i != j) / h
+    return invariance * s + variance * v + covariance * c
+
+
+def spectral_by_loops(z_a, z_b, same=True):
+    "Attraction and repulsion over all pairs of rows; `same=False` leaves i = j out of the repulsion and divides by n (n - 1)."
+    a, b, n = z_a.tolist(), z_b.tolist(), len(z_a)
+    score = lambda i, j: sum(x * y for x, y in zip(a[i], b[j]))
+    push = [score(i, j) ** 2 for i in range(n) for j in range(n) if same or i != j]
+    return -2 * sum(score(i, i) for i in range(n)) / n + sum(push) / len(push)
+
+
+def epps_pulley_by_loops(x, extent, n_points):
+    "n times the trapezoidal rule over the whole grid, zero and negative points included."
+    import cmath
+    import math
+    step, total = 2 * extent / (n_points - 1), 0.0
+    for k in range(n_points):
+        t = -extent + k * step
+        empirical = sum(cmath.exp(1j * t * value) for value in x) / len(x)
+        inside = abs(empirical - math.exp(-t * t / 2)) ** 2 * math.exp(-t * t / 2)
+        total += inside * step / (2 if k in (0, n_points - 1) else 1)
+    return len(x) * total
+
+
+def lejepa_by_loops(z_a, z_b, U, weight, extent=5.0, n_points=17):
+    "Algorithms 1 and 2 of LeJEPA for two global views and the directions in the columns of `U`."
+    views, (n, d), columns = (z_a.tolist(), z_b.tolist()), z_a.shape, U.T.tolist()
+    agreement = 0.0
+    for i in range(n):
+        for k in range(d):
+            centre = (views[0][i][k] + views[1][i][k]) / 2
+            agreement += sum((z[i][k] - centre) ** 2 for z in views) / (2 * n * d)
+    tests = [epps_pulley_by_loops([sum(z[i][k] * u[k] for k in range(d)) for i in range(n)], extent, n_points) for z in views for u in columns]
+    return (1 - weight) * agreement + weight * sum(tests) / len(tests)

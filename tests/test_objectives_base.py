@@ -5,10 +5,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from conformance import MomentConformance, paired
+from conformance import MomentConformance, ObjectiveConformance, paired
 from peira_krepes.core.moments import TwoViewMoments
 from peira_krepes.objectives import Curvature, MomentObjective, Objective, from_config
-from peira_krepes.objectives.base import batch_views, direction, fixed_point
+from peira_krepes.core.reduction import process_sum
+from peira_krepes.objectives.base import batch_views, direction, fixed_point, refuse_together, union_mean, union_rows, unit_rows
 
 
 @dataclass(frozen=True)
@@ -95,3 +96,70 @@ def test_a_large_mean_costs_no_digits():
     assert abs(Agreement().loss(z_a, z_b) - exact) < 1e-3 * exact
     narrow = Agreement().value(TwoViewMoments.from_features(z_a, z_b, dtype=torch.float32))
     assert abs(narrow - exact) > 1e-2 * exact
+
+
+# ---- objectives of samples -------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Turned(Objective):
+    "Mean squared distance of the directions, to a power: no function of the moments."
+    power: float = 1.0
+    rotation_invariant: ClassVar[bool] = True
+    def _loss(self, z_a, z_b): return union_mean(((unit_rows(z_a) - unit_rows(z_b)).square().sum(1) + 1e-2) ** self.power)
+
+
+class TestTurned(ObjectiveConformance):
+    "An objective without moments inherits what all promise, and nothing about moments or curvature."
+    objectives = [Turned(), Turned(power=2.0)]
+
+
+@dataclass(frozen=True)
+class Stopped(Turned):
+    "The same with the second view held fixed, which finite differences of the loss itself contradict."
+    def _loss(self, z_a, z_b): return super()._loss(z_a, z_b) / 2 + super()._loss(z_a, z_b.detach()) / 2
+
+
+class Differentiated(ObjectiveConformance):
+    @staticmethod
+    def differentiated(objective, z_a, z_b): return lambda a, b: (Turned().loss(a, b) + Turned().loss(a, z_b)) / 2
+
+
+def test_conformance_notices_a_gradient_that_is_no_derivative():
+    with pytest.raises((AssertionError, RuntimeError)): ObjectiveConformance().test_loss_is_a_scalar_with_the_gradient_of_finite_differences(Stopped())
+    Differentiated().test_loss_is_a_scalar_with_the_gradient_of_finite_differences(Stopped())
+
+
+@pytest.mark.parametrize("dtype, scale", [(torch.float64, 1e200), (torch.float64, 1e-150), (torch.float32, 1e30), (torch.float32, 1e-15), (torch.float64, 1.0)])
+def test_unit_rows_are_directions_at_every_scale(dtype, scale):
+    z = paired(9, 5, dtype=dtype)[0]
+    wanted = z / z.norm(dim=1, keepdim=True)
+    z.mul_(scale).requires_grad_()
+    u = unit_rows(z)
+    torch.testing.assert_close(u.detach(), wanted, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-14)
+    weights = torch.ones_like(z)
+    gradient, = torch.autograd.grad((u * weights).sum(), z)
+    torch.testing.assert_close(gradient * scale, (weights - (weights * wanted).sum(1, keepdim=True) * wanted) / (z.detach() / scale).norm(dim=1, keepdim=True), rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-5 if dtype == torch.float32 else 1e-12)
+
+
+def test_unit_rows_of_rows_without_direction():
+    for dtype, small in ((torch.float64, 1e-160), (torch.float32, 1e-25)):
+        z = torch.tensor([[0.0, 0.0, 0.0], [small, 0.0, -small], [3.0, 0.0, -4.0]], dtype=dtype, requires_grad=True)
+        u = unit_rows(z)
+        u.square().mul(torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+        assert not u[:2].any() and not z.grad[:2].any() and z.grad[2].any() and torch.isfinite(z.grad).all()
+    z = paired(4, 3)[0].requires_grad_()
+    assert torch.autograd.gradcheck(unit_rows, z) and torch.autograd.gradgradcheck(unit_rows, z)
+
+
+def test_unions_of_one_process_are_the_process():
+    z = paired()[0]
+    assert union_rows(z)[0] is z and union_rows(z)[1] == 0 and process_sum(z) is z
+    torch.testing.assert_close(union_mean(z[:, 0]), z[:, 0].mean(), rtol=1e-14, atol=0)
+    assert union_mean(z[:, 0].float()).dtype == torch.float32
+
+
+def test_a_refusal_is_raised_as_it_came():
+    def bad(): raise ValueError("row 3")
+    with pytest.raises(ValueError, match="^row 3$"): refuse_together(bad, None)
+    def slip(): raise KeyError("not a refusal")
+    with pytest.raises(KeyError): refuse_together(slip, None)
+    assert refuse_together(lambda: 7, None) == 7

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from oracles import maximal_correlation_by_alternation
+from oracles import counts_by_loops, maximal_correlation_by_alternation
 from peira_krepes.core.moments import TwoViewMoments
-from peira_krepes.peira.cca import GaussianPair, JointTable
+from peira_krepes.peira.cca import GaussianPair, JointTable, estimated_table, sample_correlations
 
 
 def random_table(rows, columns, seed=0):
@@ -100,6 +100,131 @@ def test_samples_follow_the_table():
     assert torch.equal(table.sample(50, seed=1)[0], table.sample(50, seed=1)[0]) and not torch.equal(table.sample(50, seed=1)[0], table.sample(50, seed=2)[0])
     state = torch.get_rng_state(); table.sample(5, seed=3)
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stack_is_the_inverse_of_embeddings(tied):
+    table = random_table(4, 4, seed=3)
+    W = torch.randn(4 if tied else 8, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    U, V = table.embeddings(W, tied=tied)
+    torch.testing.assert_close(table.stack(U, None if tied else V), W, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"U must have shape \(4, d\)"): table.stack(U[:3])
+    with pytest.raises(ValueError, match=r"V must have shape \(4, 3\)"): table.stack(U, V[:, :2])
+    with pytest.raises(ValueError, match="same states"): random_table(2, 3).stack(torch.ones(2, 1))
+
+
+# ---- samples ----
+
+def test_counted_table_against_loops():
+    x, y = [3, 1, 3, 3, 7, 1], ["b", "a", "a", "b", "c", "a"]
+    for labels in (x, np.array(x), torch.tensor(x)):
+        np.testing.assert_allclose(estimated_table(labels, y).pi, counts_by_loops(x, y), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(estimated_table(np.array(y, dtype=object), x).pi, counts_by_loops(y, x), rtol=0, atol=1e-12) # as pandas stores strings
+    np.testing.assert_allclose(estimated_table([True, False, True], [0, 0, 1]).pi, [[1 / 3, 0], [1 / 3, 1 / 3]], rtol=0, atol=1e-12)
+
+
+def test_sum_of_squared_correlations_is_pearsons_statistic():
+    stats = pytest.importorskip("scipy.stats")
+    x, y = random_table(3, 5, seed=1).sample(700, seed=2)
+    table = estimated_table(x, y)
+    statistic = stats.chi2_contingency(700 * table.pi.numpy(), correction=False).statistic
+    assert 700 * table.canonical_correlations().square().sum().item() == pytest.approx(statistic, abs=1e-8)
+
+
+def test_errors_of_two_coins_and_of_identical_views():
+    for rho in (0.3, -0.8): torch.testing.assert_close(binary_pair(rho).correlation_errors(100), torch.tensor([(1 - rho**2) ** 0.5 / 10], dtype=torch.float64), rtol=0, atol=1e-10)
+    assert binary_pair(1.0).correlation_errors(100).item() == pytest.approx(0, abs=1e-8)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 4)])
+def test_errors_against_the_spread_of_samples(shape):
+    "Root mean square error over 400 samples, beside the formula; and no bias beyond first order."
+    table, n, runs = random_table(*shape, seed=4), 20_000, 400
+    draws = np.random.default_rng(0).multinomial(n, table.pi.flatten().numpy(), size=runs).reshape(runs, *shape) / n
+    found = torch.stack([JointTable(d).canonical_correlations() for d in draws]) - table.canonical_correlations()
+    predicted = table.correlation_errors(n)
+    assert ((found.square().mean(0).sqrt() / predicted - 1).abs() < 5 / (2 * runs) ** 0.5).all()
+    assert (found.mean(0).abs() < 5 * predicted / runs**0.5 + 5 / n).all() # Monte-Carlo, and the bias of order 1/n
+
+
+def test_errors_are_not_a_number_at_zeros_and_ties():
+    assert tied_table(0.5, 0.5).correlation_errors(100).isnan().all()
+    assert tied_table(0.5, 0.0).correlation_errors(100).isnan().tolist() == [False, True]
+    assert JointTable(torch.outer(torch.tensor([0.5, 0.5]), torch.tensor([0.2, 0.8]))).correlation_errors(10).isnan().all()
+    assert random_table(1, 3).correlation_errors(10).shape == (0,)
+
+
+def test_estimates_converge_at_the_monte_carlo_rate():
+    "Slope -1/2 on logarithmic axes, within five standard errors over seeds."
+    table, sizes, seeds = tied_table(0.8, 0.5), (100, 1000, 10_000), range(60)
+    errors = np.array([[(estimated_table(*table.sample(n, seed=s)).canonical_correlations()[0] - 0.8).abs().item() for s in seeds] for n in sizes])
+    t = np.log(sizes) - np.log(sizes).mean()
+    slopes = (t[:, None] * np.log(np.maximum(errors, 1e-12))).sum(0) / (t**2).sum()
+    assert abs(slopes.mean() + 0.5) < 5 * slopes.std() / len(seeds) ** 0.5 and slopes.std() / len(seeds) ** 0.5 < 0.1
+
+
+def features(n=400, seed=0, dtype=torch.float64):
+    a, b, noise = torch.randn(3, n, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    shared = torch.tensor([0.9, 0.6, 0.3, 0.0], dtype=torch.float64)
+    mix = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    return (a @ mix + 3).to(dtype), (shared * a + (1 - shared**2).sqrt() * noise).to(dtype)
+
+
+def test_linear_correlations_against_the_normal_equations():
+    z_a, z_b = features()
+    m = TwoViewMoments.from_features(z_a, z_b).centered()
+    squares = torch.linalg.eigvals(torch.linalg.solve(m.S_aa, m.S_ab) @ torch.linalg.solve(m.S_bb, m.S_ab.T)).real.sort(descending=True).values
+    torch.testing.assert_close(sample_correlations(z_a, z_b), squares.sqrt(), rtol=0, atol=1e-8)
+    m = TwoViewMoments.from_features(z_a, z_b)
+    squares = torch.linalg.eigvals(torch.linalg.solve(m.S_aa, m.S_ab) @ torch.linalg.solve(m.S_bb, m.S_ab.T)).real.sort(descending=True).values
+    torch.testing.assert_close(sample_correlations(z_a, z_b, center=False), squares.sqrt(), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("peer", ["cca_zoo", "sklearn"])
+def test_linear_correlations_against_peers(peer):
+    z_a, z_b = (z.numpy() for z in features())
+    if peer == "cca_zoo":
+        model = pytest.importorskip("cca_zoo.linear").CCA(n_components=4).fit([z_a, z_b])
+        s_a, s_b = model.transform([z_a, z_b])
+    else:
+        model = pytest.importorskip("sklearn.cross_decomposition").CCA(4, max_iter=100_000, tol=1e-15).fit(z_a, z_b)
+        s_a, s_b = model.transform(z_a, z_b)
+    theirs = [np.corrcoef(s_a[:, i], s_b[:, i])[0, 1] for i in range(4)]
+    np.testing.assert_allclose(sample_correlations(*features()), theirs, rtol=0, atol=1e-8)
+
+
+def test_linear_correlations_ignore_units_copies_and_constants():
+    z_a, z_b = features()
+    expected = sample_correlations(z_a, z_b)
+    more = torch.cat([1e6 * z_a, z_a[:, :2], z_a[:, :1] + z_a[:, 1:2], torch.full((400, 1), 1e3, dtype=torch.float64)], 1)
+    torch.testing.assert_close(sample_correlations(more, z_b @ torch.diag(torch.tensor([1e-9, 1, 1e9, 1], dtype=torch.float64))), expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(sample_correlations(more.T.contiguous().T, z_b), expected, rtol=0, atol=1e-8)
+    f32 = features(dtype=torch.float32)
+    dependent = torch.cat([f32[0], f32[0].sum(1, keepdim=True)], 1) # dependent up to single precision's rounding
+    assert len(sample_correlations(dependent, dependent)) == 4
+    torch.testing.assert_close(sample_correlations(dependent, f32[1]), expected, rtol=0, atol=1e-4)
+    assert sample_correlations(torch.ones(9, 2), torch.randn(9, 2)).shape == (0,)
+
+
+@pytest.mark.parametrize("n, center, forced", [(12, True, 5), (12, False, 4), (9, True, 8)])
+def test_few_rows_force_ones_and_say_so(n, center, forced):
+    z = torch.randn(2, n, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with pytest.warns(UserWarning, match=f"{forced} of the correlations are 1 whatever"): c = sample_correlations(z[0], z[1], center)
+    assert (c > 1 - 1e-10).sum() == forced
+
+
+def test_enough_rows_do_not_warn(recwarn):
+    sample_correlations(*torch.randn(2, 17, 8, dtype=torch.float64))
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda: estimated_table([0.5], [1]), TypeError, "x must hold states"), (lambda: estimated_table([0, 1], [0]), ValueError, "2 and 1"), (lambda: estimated_table([], []), ValueError, "x must be a non-empty"),
+    (lambda: estimated_table([0], [[0]]), ValueError, "y must be a non-empty"), (lambda: estimated_table([None, "a"], [0, 1]), TypeError, "x must hold states"), (lambda: random_table(2, 2).correlation_errors(0), ValueError, "n must"),
+    (lambda: sample_correlations(torch.ones(1, 1), torch.ones(1, 1)), ValueError, "z_a must have at least 2"), (lambda: sample_correlations(torch.ones(2, 1), torch.ones(3, 1)), ValueError, "z_b must have shape"),
+    (lambda: sample_correlations(torch.ones(2, 1), torch.tensor([[1.0], [float("nan")]])), ValueError, "z_b must be finite")])
+def test_sample_refusals(call, error, words):
+    with pytest.raises(error, match=words): call()
 
 
 def test_sampled_one_hot_features_against_cca_zoo():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from peira_krepes.peira.cca import JointTable
-from peira_krepes.peira.critical_points import critical_points, hessian_spectrum, is_strict_saddle
+from peira_krepes.peira.critical_points import critical_points, hessian_inertia, hessian_spectrum, is_strict_saddle
 from peira_krepes.peira.energy import energy, gradient, hessian_product, minimum_energy
 from test_peira_cca import binary_pair, random_table, tied_table
 
@@ -140,3 +140,62 @@ def test_refusals():
     with pytest.raises(ValueError, match="eigenvalues must be"): hessian_spectrum(torch.ones(2, 2), ridge, (), k)
     with pytest.raises(ValueError, match="W must be a critical point"): is_strict_saddle(torch.ones(8, 2, dtype=torch.float64), B, ridge)
     with pytest.raises(ValueError, match="W must have shape"): is_strict_saddle(torch.ones(3, 2, dtype=torch.float64), B, ridge)
+
+
+SPECTRA = [([0.8, 0.5, 0.3, 0.0, -0.5, -0.8], 0.2, 2), ([0.6, 0.6, 0.6, 0.1], 0.2, 2), ([0.9, 0.5, 0.5, 0.5, 0.2], 0.3, 3), ([0.7, 0.7, 0.0], 0.1, 3), ([0.5, 0.04, -0.1], 0.2, 2), ([0.3, -0.9], 0.6, 1)]
+
+
+def in_random_basis(b, seed=0):
+    basis, _ = torch.linalg.qr(torch.randn(len(b), len(b), generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+    B = basis @ torch.diag(torch.tensor(b, dtype=torch.float64)) @ basis.T
+    return (B + B.T) / 2
+
+
+@pytest.mark.parametrize("b, ridge, dim", SPECTRA)
+def test_prescribed_spectra_with_negative_zero_and_repeated_eigenvalues(b, ridge, dim):
+    "Closed form, counts and dense Hessian at every critical point, rotated."
+    B = in_random_basis(b)
+    for i, p in enumerate(critical_points(B, ridge, dim)):
+        R, _ = torch.linalg.qr(torch.randn(dim, dim, generator=torch.Generator().manual_seed(i), dtype=torch.float64))
+        dense = torch.linalg.eigvalsh(dense_hessian(p.W @ R, B, ridge))
+        torch.testing.assert_close(hessian_spectrum(b, ridge, p.modes, dim), dense, rtol=0, atol=1e-8)
+        counts = hessian_inertia(b, ridge, p.modes, dim)
+        assert counts == (int((dense < -1e-7).sum()), int((dense.abs() <= 1e-7).sum()), int((dense > 1e-7).sum()))
+        assert is_strict_saddle(p.W @ R, B, ridge) == (counts[0] > 0)
+
+
+def test_inertia_by_hand():
+    assert hessian_inertia([0.8, 0.5, 0.0], 0.2, (0, 1), 2) == (0, 1, 5) and hessian_inertia([0.8, 0.5, 0.0], 0.2, (0, 1), 4) == (0, 5, 7)
+    assert hessian_inertia([0.8, 0.5, 0.0], 0.2, (1,), 2) == (2, 1, 3) and hessian_inertia([0.8, 0.5, 0.0], 0.2, (), 2) == (4, 0, 2)
+    assert hessian_inertia([0.6, 0.6, 0.6, 0.6, 0.6], 0.2, (0, 1), 2) == (0, 1 + 2 * 3, 3) # O(2) and the planes in five dimensions
+    assert hessian_inertia([0.0, 0.8, 0.5], 0.2, (1,), 1) == hessian_inertia([0.8, 0.5, 0.0], 0.2, (0,), 1)
+    assert hessian_inertia([0.8, 0.79], 0.2, (1,), 1) == (1, 0, 1) and hessian_inertia([0.8, 0.79], 0.2, (1,), 1, tol=0.1) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("excess", [0.0, 1e-3, 0.2])
+def test_a_ridge_above_the_root_of_the_first_correlation_makes_collapse_the_minimum(excess):
+    b, ridge = [0.25, 0.1, 0.0], 0.5 + excess
+    points = critical_points(torch.diag(torch.tensor(b, dtype=torch.float64)), ridge, 2)
+    assert [p.modes for p in points] == [()] and minimum_energy(b, ridge, 2) == 0
+    assert hessian_spectrum(b, ridge, (), 2)[0].item() == pytest.approx(ridge - 0.25 / ridge, abs=1e-12) and hessian_inertia(b, ridge, (), 2)[0] == 0
+    W = torch.randn(3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert min(energy(scale * W, torch.diag(torch.tensor(b, dtype=torch.float64)), ridge).item() for scale in (1e-3, 0.1, 1.0)) > 0
+
+
+def test_invariant_sets_of_the_gradient():
+    "A kernel vector of W, and an eigenvector orthogonal to it, are the gradient's too."
+    B = in_random_basis([0.8, 0.5, 0.2, -0.4])
+    g = torch.Generator().manual_seed(1)
+    W, x = torch.randn(4, 3, generator=g, dtype=torch.float64), torch.randn(3, 1, generator=g, dtype=torch.float64)
+    W = W - W @ x @ x.T / x.square().sum()
+    assert (gradient(W, B, 0.2) @ x).abs().max() < 1e-10
+    for v in torch.linalg.eigh(B)[1].T:
+        W = torch.randn(4, 3, generator=g, dtype=torch.float64)
+        W = W - torch.outer(v, v @ W)
+        assert (v @ gradient(W, B, 0.2)).abs().max() < 1e-10
+
+
+def test_inertia_refuses():
+    with pytest.raises(ValueError, match="tol"): hessian_inertia([0.8, 0.5], 0.2, (0,), 1, tol=-1)
+    with pytest.raises(ValueError, match="ridge"): hessian_inertia([0.8, 0.5], 0, (0,), 1)
+    with pytest.raises(ValueError, match="above ridge"): hessian_inertia([0.8, 0.01], 0.2, (1,), 1)

@@ -1,9 +1,13 @@
 """The two flows: where they end, what separates them, and what is refused."""
+from itertools import combinations, product
+
+import numpy as np
 import pytest
 import torch
 
+from oracles import distillation_jacobian, principal_angles_by_projection
 from peira_krepes.peira.critical_points import critical_points, is_strict_saddle
-from peira_krepes.peira.dynamics import distillation_fixed_points, peira_flow, self_distillation_flow
+from peira_krepes.peira.dynamics import canonical_angles, distillation_fixed_points, distillation_rates, peira_flow, self_distillation_flow
 from peira_krepes.peira.energy import energy, gradient, minimum_energy
 from test_peira_cca import binary_pair, random_table, tied_table
 
@@ -113,3 +117,74 @@ def test_refusals():
             with pytest.raises(ValueError, match=words): flow(*arguments)
     with pytest.raises(ValueError, match="decay"): self_distillation_flow(W, TIED, 0.1, -0.1, 1)
     with pytest.raises(ValueError, match="decay"): distillation_fixed_points(0.5, 0.1, 0)
+
+
+@pytest.mark.parametrize("b, dim", [([0.8, 0.5, 0.0], 2), ([0.95, 0.8, 0.6, -0.7], 3), ([0.7], 1)])
+def test_every_fixed_point_of_self_distillation_has_the_stated_rates(b, dim):
+    "Against a Jacobian by differences, for all sets of modes and all choices of upper and lower fixed point."
+    usable = [i for i, x in enumerate(b) if x > 0 and x**2 > 0.2]
+    for modes in (m for r in range(dim + 1) for m in combinations(usable, r)):
+        for lower in product((False, True), repeat=len(modes)):
+            W = torch.zeros(len(b), dim, dtype=torch.float64)
+            for column, (i, low) in enumerate(zip(modes, lower)): W[i, column] = distillation_fixed_points(b[i], 0.2, 0.05)[1 - low][1] ** 0.5
+            found = np.linalg.eigvals(distillation_jacobian(W, np.diag(b), 0.2, 0.05))
+            rates = distillation_rates(b, 0.2, 0.05, modes, dim, [i for i, low in zip(modes, lower) if low])
+            assert np.sort(found.real)[::-1] == pytest.approx(rates.numpy(), abs=1e-6) and np.abs(found.imag).max() < 1e-4 # central differences, and square roots of them where rates repeat
+
+
+def test_what_attracts_in_self_distillation():
+    b = [0.8, 0.7, 0.5, 0.1]
+    attracts = lambda modes, lower=(): bool(distillation_rates(b, 0.2, 0.05, modes, 3, lower)[0] <= 1e-12)
+    assert all(attracts(top) for top in ((), (0,), (0, 1), (0, 1, 2))) # partial fills included
+    assert not any(attracts(swapped) for swapped in ((1,), (0, 2), (1, 2)))
+    assert not any(attracts(modes, lower) for modes in ((0,), (0, 1), (0, 1, 2)) for lower in ([0], list(modes)))
+
+
+def test_a_partial_fill_attracts_self_distillation_and_not_peira():
+    b, W = torch.diag(torch.tensor([0.8, 0.7, 0.5], dtype=torch.float64)), torch.zeros(3, 2, dtype=torch.float64)
+    W[0, 0] = distillation_fixed_points(0.8, 0.2, 0.05)[1][1] ** 0.5
+    kick = 1e-3 * start(3, 2, 4)
+    stayed, left = self_distillation_flow(W + kick, b, 0.2, 0.05, 300).W, peira_flow(W + kick, b, 0.2, 300).W
+    assert torch.linalg.svdvals(stayed)[1] < 1e-6 and torch.linalg.svdvals(left)[1] > 0.5
+
+
+def test_angles_against_projections():
+    B = random_table(4, 4, 2).operator()
+    vectors = torch.linalg.eigh(B)[1].flip(1)
+    for seed, r in ((0, 1), (1, 2), (2, 3)):
+        W = start(8, r, seed)
+        assert canonical_angles(W, B, r).tolist() == pytest.approx(principal_angles_by_projection(W, vectors[:, :r]), abs=1e-8)
+        R = start(r, r, seed + 9)
+        torch.testing.assert_close(canonical_angles(W @ R, B, r), canonical_angles(W, B, r), rtol=0, atol=1e-10)
+        assert canonical_angles(vectors[:, :r] @ R, B, r).abs().max() < 1e-10
+
+
+def test_angles_of_degenerate_embeddings():
+    half = torch.pi / 2
+    vectors = torch.linalg.eigh(TIED)[1].flip(1)
+    assert canonical_angles(torch.zeros(3, 2, dtype=torch.float64), TIED, 2).tolist() == pytest.approx([half, half], abs=1e-12)
+    assert canonical_angles(vectors[:, :1].repeat(1, 2), TIED, 2).tolist() == pytest.approx([half, 0], abs=1e-10)
+    assert canonical_angles(vectors[:, 2:], TIED, 1).tolist() == pytest.approx([half], abs=1e-10)
+    wide = vectors @ torch.diag(torch.tensor([2.0, 1.0, 0.1], dtype=torch.float64)) # more columns than modes asked for: the strongest count
+    assert canonical_angles(wide, TIED, 2).abs().max() < 1e-10
+    W = start(3, 2, 0)
+    torch.testing.assert_close(canonical_angles(W.float(), TIED.float(), 1).double(), canonical_angles(W, TIED, 1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(canonical_angles(torch.stack([W, 2 * W]), TIED, 2)[1], canonical_angles(W.T.contiguous().T, TIED, 2), rtol=0, atol=1e-12)
+
+
+def test_both_flows_reach_the_canonical_subspace_from_a_large_start():
+    W0 = start(3, 2, 0)
+    peira, distilled = peira_flow(W0, TIED, 0.2, 60), self_distillation_flow(W0, TIED, 0.2, 0.05, 200)
+    for flow in (peira, distilled):
+        angles = canonical_angles(flow.path, TIED, 2)
+        assert angles.shape == (201, 2) and angles[0, 0] > 0.1 and angles[-1].max() < 1e-8
+    dead = self_distillation_flow(0.05 * W0, TIED, 0.2, 0.05, 200)
+    assert dead.W.norm() < 0.01 and canonical_angles(dead.W, TIED, 2)[0] > 0.1
+
+
+def test_more_refusals():
+    W = start(3, 2, 0)
+    for call, words in ((lambda: canonical_angles(W, torch.eye(3, dtype=torch.float64), 2), "equal eigenvalues"), (lambda: canonical_angles(W, TIED, 3), "n_modes"), (lambda: canonical_angles(W[:2], TIED, 1), "W must have shape"),
+                        (lambda: distillation_rates([0.8, 0.3], 0.2, 0.05, (1,), 1), "2 sqrt"), (lambda: distillation_rates([0.8, 0.5], 0.2, 0.05, (0, 1), 1), "at most dim"), (lambda: distillation_rates([0.8], 0.2, 0, (0,), 1), "decay"),
+                        (lambda: distillation_rates([0.8, 0.7], 0.2, 0.05, (0,), 1, (1,)), "separatrix"), (lambda: distillation_rates([0.8], 0.2, 0.05, (3,), 1), "modes must lie")):
+        with pytest.raises(ValueError, match=words): call()

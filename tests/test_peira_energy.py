@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from oracles import population_energy_by_loops
-from peira_krepes.peira.cca import JointTable
-from peira_krepes.peira.energy import energy, gradient, hessian_product, lipschitz_constant, minimum_energy, predictor
+from oracles import auxiliary_by_loops, population_energy_by_loops
+from peira_krepes.peira.cca import JointTable, estimated_table
+from peira_krepes.peira.energy import auxiliary_loss, energy, gradient, hessian_product, lipschitz_constant, minimum_energy, predictor
+from peira_krepes.peira.laws import hypercube, prescribed
 from test_peira_cca import binary_pair, random_table, tied_table
 
 
@@ -67,17 +68,79 @@ def test_rotation_invariance():
     torch.testing.assert_close(hessian_product(W @ R, B, 0.2, W[:, [1, 0, 2]] @ R), hessian_product(W, B, 0.2, W[:, [1, 0, 2]]) @ R, rtol=0, atol=1e-10)
 
 
+def dense_hessian(W, B, ridge, loss=energy):
+    return torch.autograd.functional.hessian(lambda w: loss(w, B, ridge), W).reshape(W.numel(), W.numel())
+
+
+def test_whole_hessian_at_degenerate_points():
+    B, column = random_table(3, 3).operator(), normal(6, 1)
+    for W in (0 * normal(6, 3), column.repeat(1, 3), torch.cat([column, 0 * normal(6, 2)], 1), torch.eye(6, 3, dtype=torch.float64), 1e4 * normal(6, 3)):
+        ours = torch.stack([hessian_product(W, B, 0.1, e.view(6, 3)).flatten() for e in torch.eye(18, dtype=torch.float64)], 1)
+        torch.testing.assert_close(ours, dense_hessian(W, B, 0.1), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.3, 7.0])
+def test_scaling_symmetry(factor):
+    "Only correlations over the squared ridge matter."
+    B, W = random_table(3, 4).operator(), normal(7, 3)
+    torch.testing.assert_close(energy(factor**0.25 * W, factor * B, factor**0.5 * 0.2), factor * energy(W, B, 0.2), rtol=1e-10, atol=0)
+    O, _ = torch.linalg.qr(normal(7, 7, seed=9))
+    torch.testing.assert_close(energy(O @ W, O @ B @ O.T, 0.2), energy(W, B, 0.2), rtol=0, atol=1e-10)
+    c = torch.linalg.eigvalsh(B) * factor / max(1, factor)
+    assert minimum_energy(c / 4, 0.1, 2) == pytest.approx(minimum_energy(c, 0.2, 2) / 4, abs=1e-10)
+
+
 def test_hessian_is_symmetric():
     B, W, H, G = random_table(3, 4).operator(), normal(7, 3), normal(7, 3, seed=1), normal(7, 3, seed=2)
     assert (G * hessian_product(W, B, 0.2, H)).sum().item() == pytest.approx((H * hessian_product(W, B, 0.2, G)).sum().item(), abs=1e-10)
 
 
-def test_value_of_the_auxiliary_loss_is_half_the_inner_product():
-    "The loss that training differentiates is zero at every stationary point, so it is not the energy."
+# ---- the auxiliary loss ----
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_auxiliary_loss_is_the_definition(tied):
+    table = random_table(4, 4, seed=1)
+    B = table.operator(tied=tied, center=False)
+    W, frozen = normal(len(B), 3), normal(len(B), 3, seed=1)
+    by_loops = auxiliary_by_loops(table.pi, *table.embeddings(W, tied), *table.embeddings(frozen, tied), 0.3)
+    assert auxiliary_loss(W, B, 0.3, frozen).item() == pytest.approx(by_loops, abs=1e-10)
+
+
+@settings(max_examples=30, deadline=None)
+@given(k=st.integers(1, 4), seed=st.integers(0, 10**6), ridge=st.sampled_from([0.05, 0.3, 1.5]), scale=st.sampled_from([0.0, 1e-6, 1.0, 30.0]))
+def test_auxiliary_loss_has_the_gradient_and_half_the_inner_product(k, seed, ridge, scale):
+    B = random_table(3, 4, seed).operator(center=bool(seed % 2))
+    W = (scale * normal(7, k, seed=seed)).requires_grad_()
+    value = auxiliary_loss(W, B, ridge)
+    by_autograd, = torch.autograd.grad(value, W)
+    slope = gradient(W.detach(), B, ridge)
+    torch.testing.assert_close(by_autograd, slope, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(value.detach(), (W.detach() * slope).sum() / 2, rtol=1e-10, atol=1e-10)
+
+
+def test_auxiliary_loss_is_no_energy():
+    "Zero at every stationary point, while the energies differ; a saddle where the energy has its minimum; the energy's Hessian only at collapse."
     from peira_krepes.peira.critical_points import critical_points
     B = tied_table(0.8, 0.5).operator(tied=True)
-    for point in critical_points(B, 0.2, 2): assert abs((point.W * gradient(point.W, B, 0.2)).sum()) < 1e-12
-    assert critical_points(B, 0.2, 2)[0].energy < -0.3
+    points = critical_points(B, 0.2, 2)
+    for point in points: assert abs(auxiliary_loss(point.W, B, 0.2)) < 1e-12
+    assert points[0].energy < -0.3
+    best = points[0].W
+    curvature = torch.linalg.eigvalsh(dense_hessian(best, B, 0.2, lambda w, B, ridge: auxiliary_loss(w, B, ridge, best)))
+    c = torch.tensor([0.8, 0.5, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(curvature, ((c[:2, None] - c) / c[:2, None].sqrt()).flatten().sort().values, rtol=0, atol=1e-10)
+    assert torch.linalg.eigvalsh(dense_hessian(best, B, 0.2))[0] > -1e-10 and curvature[0] < -0.4
+    zero = 0 * best
+    torch.testing.assert_close(dense_hessian(zero, B, 0.2, lambda w, B, ridge: auxiliary_loss(w, B, ridge, zero)), dense_hessian(zero, B, 0.2), rtol=0, atol=1e-10)
+
+
+def test_auxiliary_loss_does_not_differentiate_what_is_frozen():
+    B, W = random_table(2, 3).operator(), normal(5, 2).requires_grad_()
+    frozen = normal(5, 2, seed=1).requires_grad_()
+    auxiliary_loss(W, B, 0.1, frozen).backward()
+    assert frozen.grad is None and W.grad is not None
+    with pytest.raises(ValueError, match=r"W_frozen must have shape \(5, 2\)"): auxiliary_loss(W, B, 0.1, frozen[:, :1])
+    with pytest.raises(ValueError, match="W_frozen and B must share dtype"): auxiliary_loss(W, B, 0.1, frozen.float())
 
 
 def test_predictor_convention():
@@ -129,7 +192,46 @@ def test_lipschitz_constant_is_sharp_at_collapse_and_never_exceeded():
         assert ridge > 1 or bound <= 4 / ridge
 
 
-@pytest.mark.parametrize("door", [energy, gradient, lambda W, B, ridge: hessian_product(W, B, ridge, W)])
+@settings(max_examples=40, deadline=None)
+@given(K=st.integers(1, 6), k=st.integers(1, 6), seed=st.integers(0, 10**6), ridge=st.sampled_from([0.05, 0.4, 2.0]), size=st.floats(0.01, 10))
+def test_curvature_beyond_the_ridge_never_exceeds_norm_over_ridge(K, k, seed, ridge, size):
+    "For every symmetric B, here reflections, the worst kind: all eigenvalues of the Hessian minus the ridge lie within the norm of B over the ridge."
+    O, _ = torch.linalg.qr(normal(K, K, seed=seed))
+    B = O @ torch.diag(torch.where(normal(K, seed=seed + 1) > 0, 1.0, -1.0).double()) @ O.T
+    W = size * ridge**0.5 * normal(K, k, seed=seed + 2)
+    spectrum = torch.linalg.eigvalsh(dense_hessian(W, (B + B.T) / 2, ridge)) - ridge
+    assert spectrum.abs().max() <= 1 / ridge + 1e-10
+
+
+def test_the_step_that_never_raises_the_energy():
+    table = prescribed([0.8, 0.5, 0.1])
+    B = table.operator()
+    L, W = lipschitz_constant(B, 0.2), 2 * normal(8, 2)
+    for _ in range(100):
+        slope = gradient(W, B, 0.2)
+        new = W - slope / L
+        assert energy(new, B, 0.2) <= energy(W, B, 0.2) - slope.square().sum() / (2 * L) + 1e-12
+        W = new
+    assert L == pytest.approx(0.2 + 0.8 / 0.2, abs=1e-10)
+    H = torch.linalg.eigh(B)[1][:, :1].repeat(1, 2)
+    torch.testing.assert_close(hessian_product(0 * H, B, 0.2, H), L * H, rtol=0, atol=1e-10)
+    assert energy(1e-3 * H - 2.2 / L * gradient(1e-3 * H, B, 0.2), B, 0.2) > energy(1e-3 * H, B, 0.2) # beyond 2/L it rises
+
+
+@pytest.mark.parametrize("n, k", [(3, 5), (5, 5), (9, 5)])
+def test_a_batch_in_which_nothing_recurs_is_memorised(n, k):
+    batch = estimated_table(list(range(n)), list(reversed(range(n))))
+    assert minimum_energy(torch.linalg.eigvalsh(batch.operator(center=False)).clamp(-1, 1), 0.1, k) == pytest.approx(-min(n, k) * 0.81 / 2, abs=1e-10)
+    assert minimise(batch.operator(center=False), 0.1, k, starts=1) == pytest.approx(-min(n, k) * 0.81 / 2, abs=1e-8)
+    assert minimum_energy(batch.canonical_correlations(), 0.1, k) == pytest.approx(-min(n - 1, k) * 0.81 / 2, abs=1e-10)
+
+
+def test_minimum_on_the_hypercube():
+    "Parities of j bits are kept while rho^j exceeds the squared ridge: 3 single bits and 3 pairs, not the triple."
+    assert minimum_energy(hypercube(3, 0.4).canonical_correlations(), 0.3, 7) == pytest.approx(-(3 * (0.4**0.5 - 0.3) ** 2 + 3 * 0.1**2) / 2, abs=1e-10)
+
+
+@pytest.mark.parametrize("door", [energy, gradient, auxiliary_loss, lambda W, B, ridge: hessian_product(W, B, ridge, W)])
 def test_refusals(door):
     B, W = random_table(2, 3).operator(), normal(5, 2)
     for ridge in (0, -0.1, float("nan")):

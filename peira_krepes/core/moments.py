@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['TwoViewMoments']
 
-# %% ../../nbs/core/10_moments.ipynb #8db132eb
+# %% ../../nbs/core/10_moments.ipynb #631df620
 from dataclasses import dataclass, fields
 
 import torch
-import torch.distributed as dist
 from fastcore.basics import patch
 from torch import Tensor
 
+from .reduction import process_count, process_sum
 from .checks import check_choice, check_count, check_matrix, check_views
 
 # %% ../../nbs/core/10_moments.ipynb #0977b450
@@ -126,18 +126,15 @@ def to(self: TwoViewMoments, dtype: torch.dtype | None = None, device=None) -> T
     "The same moments in another precision or on another device; None leaves either as it is."
     return TwoViewMoments(self.n, *(t.to(dtype=dtype or t.dtype, device=device or t.device) for t in self._tensors()))
 
-# %% ../../nbs/core/10_moments.ipynb #87723b37
+# %% ../../nbs/core/10_moments.ipynb #2ead03c6
 @patch
 def all_reduce(self: TwoViewMoments) -> TwoViewMoments:
     """Moments of the union of all `torch.distributed` processes' rows; the moments themselves when no process group is set up.
 
     Differentiable: the average over processes of the parameter gradients, as `DistributedDataParallel` forms it, is the
     gradient of the union. Every process must call it, with the same number of features; row counts may differ."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1: return self
-    from torch.distributed.nn.functional import all_reduce
-    total = torch.tensor(self.n, device=self.S_aa.device)
-    dist.all_reduce(total)
-    n, tensors = int(total), self._tensors()
-    union = all_reduce(torch.cat([t.flatten() for t in tensors]) * (self.n / n))
+    if process_count() == 1: return self
+    n, tensors = int(process_sum(torch.tensor(self.n, device=self.S_aa.device))), self._tensors()
+    union = process_sum(torch.cat([t.flatten() for t in tensors]) * (self.n / n))
     pieces = union.split([t.numel() for t in tensors])
     return TwoViewMoments(n, *(piece.view_as(t) for piece, t in zip(pieces, tensors)))

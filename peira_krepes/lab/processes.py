@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['rank', 'process_group', 'local_device', 'all_agree', 'distributed', 'synchronised', 'share_buffers']
 
-# %% ../../nbs/lab/44_processes.ipynb #5dc206e5
+# %% ../../nbs/lab/44_processes.ipynb #1d769afa
 import os
 from contextlib import contextmanager
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..objectives.base import process_count
+from ..core.reduction import process_count
 
 # %% ../../nbs/lab/44_processes.ipynb #d5410bd9
 def rank() -> int:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PEIRA', 'PEIRALoss']
 
-# %% ../../nbs/objectives/10_peira.ipynb #67b99267
+# %% ../../nbs/objectives/10_peira.ipynb #f2a31c94
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ..core.checks import check_choice, check_count, check_number
 from ..core.linalg import solve_spd, symmetric
 from ..core.moments import TwoViewMoments
-from .base import Curvature, MomentObjective, batch_views, direction, fixed_point, overflow_message, process_count
+from ..core.reduction import process_count
+from .base import Curvature, MomentObjective, batch_views, direction, fixed_point, overflow_message
 
 # %% ../../nbs/objectives/10_peira.ipynb #1668550b
 @dataclass(frozen=True)
