@@ -677,3 +677,47 @@ def lejepa_by_loops(z_a, z_b, U, weight, extent=5.0, n_points=17):
             agreement += sum((z[i][k] - centre) ** 2 for z in views) / (2 * n * d)
     tests = [epps_pulley_by_loops([sum(z[i][k] * u[k] for k in range(d)) for i in range(n)], extent, n_points) for z in views for u in columns]
     return (1 - weight) * agreement + weight * sum(tests) / len(tests)
+
+
+# ---- lab.rank_scores, lab.selection, lab.sgd_probe: one view, one pair, one row at a time, in float64 -------------------------------
+def lidar_spectrum_by_loops(views, delta):
+    "Eigenvalues, descending, of Sigma_w^-1/2 Sigma_b Sigma_w^-1/2 with both scatters summed term by term."
+    z = np.asarray([[np.asarray(v[i], dtype=np.float64) for v in views] for i in range(len(views[0]))])
+    n, q, d = z.shape
+    grand = sum(z[i, j] for i in range(n) for j in range(q)) / (n * q)
+    between, within = np.zeros((d, d)), delta * np.eye(d)
+    for i in range(n):
+        mean = sum(z[i, j] for j in range(q)) / q
+        between += np.outer(mean - grand, mean - grand) / n
+        for j in range(q): within += np.outer(z[i, j] - mean, z[i, j] - mean) / (n * q)
+    values, vectors = np.linalg.eigh(within)
+    root = sum(np.outer(vectors[:, i], vectors[:, i]) / np.sqrt(values[i]) for i in range(d))
+    return np.sort(np.linalg.eigvalsh(root @ between @ root))[::-1]
+
+
+def spearman_by_pairs(x, y):
+    "Spearman's correlation from ranks counted pair by pair, equal values sharing the mean of their ranks."
+    rank = lambda v: [1 + sum(w < a for w in v) + (sum(w == a for w in v) - 1) / 2 for a in v]
+    r, s = rank(list(x)), rank(list(y))
+    mean = (len(r) + 1) / 2
+    product = lambda a, b: math.fsum((u - mean) * (v - mean) for u, v in zip(a, b))
+    return product(r, s) / math.sqrt(product(r, r) * product(s, s))
+
+
+def momentum_softmax_by_loops(x, y, batches, steps, rate, classes, momentum=0.9):
+    "Weights and biases of softmax regression from zero by heavy-ball steps with a cosine schedule, one row and one class at a time."
+    x = np.asarray(x, dtype=np.float64)
+    W, b = np.zeros((x.shape[1], classes)), np.zeros(classes)
+    mW, mb = np.zeros_like(W), np.zeros_like(b)
+    for step, rows in enumerate(batches):
+        gW, gb = np.zeros_like(W), np.zeros_like(b)
+        for i in rows:
+            score = x[i] @ W + b
+            p = np.exp(score - score.max()); p /= p.sum()
+            for c in range(classes):
+                error = (p[c] - (y[i] == c)) / len(rows)
+                gW[:, c] += error * x[i]; gb[c] += error
+        mW, mb = momentum * mW + gW, momentum * mb + gb
+        eta = rate / 2 * (1 + math.cos(math.pi * step / steps))
+        W, b = W - eta * mW, b - eta * mb
+    return W, b

@@ -3,39 +3,23 @@ import dataclasses
 import gzip
 import hashlib
 import os
-import pickle
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from lab_fixtures import (CRANES, DIGITS, IMAGES, LABELS, TARGETS, CIFAR10Fixture, CIFAR100Fixture, STL10Fixture, patch, save, write_cifar, write_idx,
+                          write_imagenet, write_stl10)
 from oracles import webster_seats
-from PIL import Image
-from sklearn.datasets import load_digits, load_sample_images
+from PIL import Image, ImageOps
+from sklearn.datasets import load_digits
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as reference
 
 from peira_krepes.lab import data as module
 from peira_krepes.lab.data import ImageData, load_images, stratified
-
-PHOTOS = load_sample_images().images
-DIGITS = (load_digits().images/16*255).round().astype(np.uint8)
-TARGETS = load_digits().target
-
-
-def save(pixels, path, **options):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    (pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)).save(path, **options)
-    return path
-
-
-def patch(k, height=24, width=24):
-    "The k-th patch of the two colour photographs."
-    photo = PHOTOS[k % 2]
-    top, left = 17*k % (photo.shape[0] - height), 29*k % (photo.shape[1] - width)
-    return photo[top:top + height, left:left + width]
-
+from peira_krepes.lab.rows import check_rows, held_out
+from peira_krepes.lab.streams import ImageStream
 
 @pytest.fixture
 def colour_folder(tmp_path):
@@ -102,6 +86,28 @@ def test_stratified_draws_all_members_of_a_class_equally_often():
 
 def test_stratified_refuses_more_than_there_are():
     with pytest.raises(ValueError, match='between 1 and 3'): stratified([0, 1, 1], 4)
+
+
+@pytest.mark.parametrize('sizes', [(2, 2), (2, 3, 4), (2,)*7, (2, 2, 1000), (5, 0, 7), (50, 50)])
+@pytest.mark.parametrize('fraction', [0.001, 0.2, 0.5, 0.8, 0.999])
+def test_both_sides_of_a_split_have_every_class(sizes, fraction):
+    labels = np.random.RandomState(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    mask = held_out(labels, [str(k) for k in range(len(sizes))], fraction)
+    for side in (mask, ~mask): assert set(labels[side.numpy()]) == set(labels)
+    classes = np.count_nonzero(sizes)
+    assert int(mask.sum()) in (round(fraction*len(labels)), len(labels) - round((1 - fraction)*len(labels)), classes, len(labels) - classes)
+
+
+def test_batches_of_row_numbers_are_checked():
+    data = load_images('digits', limit=20)
+    rows = [torch.tensor([3, 3, 0]), np.array([19]), [1, 2]]
+    for r, x in zip(rows, data.batches(rows, workers=3)): assert torch.equal(x, data.images[torch.as_tensor(r)])
+    assert list(data.batches([])) == [] and data.sample_shape == (1, 8, 8)
+    for error, match, wrong in ((ValueError, r'rows\[1\] must lie in 0..19; got 20', [[0], [20]]), (ValueError, r'rows\[0\] must be a non-empty', [[]]),
+                                (TypeError, 'split', torch.arange(5)), (TypeError, 'whole numbers', [[0.5]])):
+        with pytest.raises(error, match=match): data.batches(wrong)
+    with pytest.raises(ValueError, match='workers'): data.batches([[0]], workers=-1)
+    assert [r.tolist() for r in check_rows(torch.arange(5).split(2), 5)] == [[0, 1], [2, 3], [4]]
 
 
 # ---- limit and image_size --------------------------------------------------------------------------------------------
@@ -304,7 +310,7 @@ def test_classes_that_differ_between_splits_are_named(colour_folder):
 
 def test_a_class_with_one_image_cannot_be_split(tmp_path):
     for k in range(5): save(patch(k), tmp_path/'p'/('lonely' if k == 0 else 'many')/f'{k}.png')
-    with pytest.raises(ValueError, match="class 'lonely' has one image"): load_images(tmp_path/'p')
+    with pytest.raises(ValueError, match="class 'lonely' has one row or image"): load_images(tmp_path/'p')
 
 
 def test_images_without_class_folders_are_explained(tmp_path):
@@ -331,22 +337,6 @@ def test_a_data_set_larger_than_memory_is_refused_with_its_bytes(colour_folder, 
 
 
 # ---- torchvision's data sets ------------------------------------------------------------------------------------------
-def upscaled(k): return np.asarray(Image.fromarray(DIGITS[k]).resize((28, 28), Image.Resampling.BILINEAR))
-
-
-IMAGES = {'train': np.stack([upscaled(k) for k in range(60)]), 'test': np.stack([upscaled(k) for k in range(60, 80)])}
-LABELS = {'train': TARGETS[:60].astype(np.uint8), 'test': TARGETS[60:80].astype(np.uint8)}
-
-
-def write_idx(folder, suffix=''):
-    "The four files in the layout of MNIST and its relatives, made of digits enlarged to 28x28."
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, stem in (('train', 'train'), ('test', 't10k')):
-        for kind, array in (('images-idx3', IMAGES[split]), ('labels-idx1', LABELS[split])):
-            data = struct.pack('>HBB', 0, 8, array.ndim) + struct.pack(f'>{array.ndim}I', *array.shape) + array.tobytes()
-            (folder/f'{stem}-{kind}-ubyte{suffix}').write_bytes(gzip.compress(data) if suffix else data)
-
-
 @pytest.fixture
 def no_debian(monkeypatch, tmp_path): monkeypatch.setattr(module, 'DEBIAN', tmp_path/'none')
 
@@ -402,36 +392,107 @@ def test_idx_files_of_different_lengths_are_refused(tmp_path):
     with pytest.raises(ValueError, match='damaged.*60 images and 20 labels'): load_images('fashion_mnist', root=tmp_path)
 
 
-class CIFAR10Fixture(datasets.CIFAR10):
-    "CIFAR-10's format and integrity check on files of our own, hence with their own MD5 sums. Not CIFAR-10."
-    train_list, test_list, meta = [], [], None
-
-
-@pytest.fixture
-def cifar_fixture(tmp_path, monkeypatch):
-    folder = tmp_path/CIFAR10Fixture.base_folder
-    folder.mkdir()
-    def write(name, content):
-        (folder/name).write_bytes(pickle.dumps(content))
-        return [name, hashlib.md5((folder/name).read_bytes()).hexdigest()]
-    pixels = {name: np.stack([patch(k + s, 32, 32).transpose(2, 0, 1).ravel() for k in range(6)]) for s, name in enumerate(('data_batch_1', 'data_batch_2', 'test_batch'))}
-    entries = {name: write(name, {'data': x, 'labels': [k % 2 for k in range(6)]}) for name, x in pixels.items()}
-    meta = write('batches.meta', {'label_names': ['temple', 'flower']})
-    monkeypatch.setattr(CIFAR10Fixture, 'train_list', [entries['data_batch_1'], entries['data_batch_2']])
-    monkeypatch.setattr(CIFAR10Fixture, 'test_list', [entries['test_batch']])
-    monkeypatch.setattr(CIFAR10Fixture, 'meta', {'filename': meta[0], 'key': 'label_names', 'md5': meta[1]})
-    monkeypatch.setitem(module.TORCHVISION, 'cifar10_fixture', CIFAR10Fixture)
-    return tmp_path, pixels
-
-
-def test_cifar_format_is_read_and_checked(cifar_fixture):
-    root, pixels = cifar_fixture
-    train, test = (load_images('cifar10_fixture', s, root=root) for s in ('train', 'test'))
-    assert train.images.shape == (12, 3, 32, 32) and train.classes == ('temple', 'flower') and test.labels.tolist() == [0, 1]*3
-    assert torch.equal(test.images, torch.from_numpy(pixels['test_batch']).reshape(-1, 3, 32, 32).float()/255)
-    batch = root/CIFAR10Fixture.base_folder/'data_batch_2'
+@pytest.mark.parametrize('kind', [CIFAR10Fixture, CIFAR100Fixture])
+def test_cifar_format_is_read_and_checked(kind, tmp_path, monkeypatch):
+    pixels = write_cifar(tmp_path, kind, monkeypatch)
+    monkeypatch.setitem(module.TORCHVISION, 'cifar_fixture', kind)
+    train, test = (load_images('cifar_fixture', s, root=tmp_path) for s in ('train', 'test'))
+    assert train.images.shape == (6*(len(pixels) - 1), 3, 32, 32) and train.classes == ('temple', 'flower') and test.labels.tolist() == [0, 1]*3
+    assert torch.equal(test.images, torch.from_numpy(list(pixels.values())[-1]).reshape(-1, 3, 32, 32).float()/255)
+    batch = tmp_path/kind.base_folder/list(pixels)[-2]
     batch.write_bytes(batch.read_bytes()[:-1] + b'x')
-    with pytest.raises(FileNotFoundError, match='not, or not intact'): load_images('cifar10_fixture', root=root)
+    with pytest.raises(FileNotFoundError, match='not, or not intact'): load_images('cifar_fixture', root=tmp_path)
+    batch.unlink()
+    with pytest.raises(FileNotFoundError, match=f'{kind.__name__} as D'): load_images('cifar_fixture', 'test', root=tmp_path)
+
+
+def test_stl10_format_is_read_and_checked(tmp_path, monkeypatch):
+    patches = write_stl10(tmp_path, monkeypatch)
+    monkeypatch.setitem(module.TORCHVISION, 'stl10', STL10Fixture)
+    for split in ('train', 'test', 'unlabeled'):
+        data = load_images('stl10', split, root=tmp_path)
+        assert torch.equal(data.images, torch.from_numpy(patches[split]).permute(0, 3, 1, 2).float()/255) and data.split == split
+        assert data.labels.tolist() == [0 if split == 'unlabeled' else k % 2 for k in range(len(data))]
+        assert data.classes == (('unlabeled',) if split == 'unlabeled' else ('temple', 'flower'))
+    assert len(load_images('stl10', 'unlabeled', root=tmp_path, limit=3)) == 3 and load_images('stl10', 'unlabeled', root=tmp_path, image_size=32).sample_shape == (3, 32, 32)
+    names = tmp_path/STL10Fixture.base_folder/'class_names.txt'
+    names.rename(names.with_suffix('.bak'))
+    with pytest.raises(ValueError, match='stl10: a file under .* is damaged .*class_names.txt is missing'): load_images('stl10', root=tmp_path)
+    names.with_suffix('.bak').rename(names)
+    x = names.with_name('unlabeled_X.bin')
+    x.write_bytes(x.read_bytes()[:-1] + b'x')
+    with pytest.raises(FileNotFoundError, match='STL10Fixture as D'): load_images('stl10', root=tmp_path)
+
+
+def test_only_stl10_has_unlabelled_images():
+    with pytest.raises(ValueError, match="split must be one of 'train', 'test'; got 'unlabeled'"): load_images('cifar10', 'unlabeled')
+    with pytest.raises(ValueError, match="'train', 'test', 'unlabeled'; got 'val'"): load_images('stl10', 'val')
+
+
+def test_mnist_in_torchvisions_layout_only(tmp_path):
+    write_idx(tmp_path/'MNIST'/'raw')
+    for split in ('train', 'test'):
+        got, theirs = load_images('mnist', split, root=tmp_path), datasets.MNIST(tmp_path, train=split == 'train')
+        assert torch.equal(got.images[:, 0], theirs.data.float()/255) and torch.equal(got.labels, theirs.targets) and list(got.classes) == theirs.classes
+    write_idx(tmp_path/'packed', '.gz')                       # might as well be Fashion-MNIST
+    with pytest.raises(FileNotFoundError, match='MNIST as D'): load_images('mnist', root=tmp_path/'packed')
+
+
+# ---- ImageNet -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('below', ['.', 'imagenet'])
+def test_imagenet_is_read_as_torchvision_reads_it(tmp_path, below):
+    write_imagenet(tmp_path/below)
+    for split, theirs in (('train', 'train'), ('test', 'val')):
+        ours, theirs = load_images('imagenet', split, root=tmp_path, image_size=32), datasets.ImageNet(tmp_path/below, theirs)
+        assert ours.labels.tolist() == theirs.targets and ours.name == 'imagenet' and len(ours) == 12
+        assert [c.split(' ', 1)[0] for c in ours.classes] == theirs.wnids and [tuple(c.split(' ', 1)[1].split(', ')) for c in ours.classes] == theirs.classes
+        wanted = [np.asarray(ImageOps.fit(x, (32, 32), Image.Resampling.BILINEAR)) for x, _ in theirs]
+        assert torch.equal(ours.images, torch.from_numpy(np.stack(wanted)).permute(0, 3, 1, 2).float()/255)
+    assert len(set(ours.classes)) == 3                        # although two of them are called crane
+    assert load_images(tmp_path/below, image_size=32).classes == ours.classes
+
+
+def test_imagenet_without_meta_is_a_plain_folder(tmp_path):
+    write_imagenet(tmp_path)
+    whole = load_images('imagenet', root=tmp_path, image_size=16)
+    (tmp_path/'meta.bin').unlink()
+    with pytest.raises(FileNotFoundError) as e: load_images('imagenet', root=tmp_path)
+    for part in (str(tmp_path), str(tmp_path/'imagenet'), 'image-net.org', 'ImageNet as D', '"digits"'): assert part in str(e.value)
+    plain = load_images(tmp_path, image_size=16)
+    assert torch.equal(plain.images, whole.images) and plain.classes == tuple(CRANES)
+
+
+@pytest.mark.parametrize('content', [b'', b'not a torch file', None])
+def test_a_meta_file_that_does_not_fit_is_called_damaged(tmp_path, content):
+    write_imagenet(tmp_path)
+    if content is None: torch.save(({'n02012849': ('crane',)}, []), tmp_path/'meta.bin')
+    else: (tmp_path/'meta.bin').write_bytes(content)
+    with pytest.raises(ValueError, match='meta.bin is damaged, or not about these folders'): load_images('imagenet', root=tmp_path, image_size=16)
+
+
+# ---- streams ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('split', ['train', 'test'])
+def test_a_streamed_folder_equals_the_same_folder_in_memory(colour_folder, split):
+    memory, stream = load_images(colour_folder, split, image_size=16), load_images(colour_folder, split, image_size=16, stream=True)
+    assert isinstance(memory, ImageData) and isinstance(stream, ImageStream)
+    assert torch.equal(torch.cat(list(stream.batches([range(len(stream))]))), memory.images) and torch.equal(stream.labels, memory.labels)
+    assert (stream.classes, stream.name, stream.split, stream.sample_shape, len(stream)) == (memory.classes, memory.name, memory.split, memory.sample_shape, len(memory))
+    part = load_images(colour_folder, split, image_size=16, stream=True, limit=2)
+    assert torch.equal(next(part.batches([[0, 1]])), load_images(colour_folder, split, image_size=16, limit=2).images)
+
+
+def test_large_folders_stream_by_themselves_and_say_so(colour_folder, monkeypatch):
+    monkeypatch.setattr(module, 'STREAM_ABOVE', 6*3*16*16*4 - 1)
+    with pytest.warns(UserWarning, match='would take 18,432 bytes: photos is read from its files as needed') as caught: data = load_images(colour_folder, image_size=16)
+    assert isinstance(data, ImageStream) and caught[0].filename == __file__
+    assert isinstance(load_images(colour_folder, image_size=16, stream=False), ImageData) and isinstance(load_images(colour_folder), ImageData)
+    monkeypatch.setattr(module, 'STREAM_ABOVE', 6*3*16*16*4)
+    assert isinstance(load_images(colour_folder, image_size=16), ImageData)
+
+
+def test_streams_need_a_size_and_a_folder(colour_folder):
+    with pytest.raises(ValueError, match='a stream needs image_size'): load_images(colour_folder, stream=True)
+    with pytest.raises(ValueError, match='stream=True is for image folders; digits is one array'): load_images('digits', stream=True)
 
 
 def test_real_fashion_mnist():
@@ -447,7 +508,7 @@ def test_real_fashion_mnist():
 # ---- names ------------------------------------------------------------------------------------------------------------
 def test_unknown_names_list_the_known_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="'digits', 'fashion_mnist', 'cifar10', 'cifar100', or the path of an image folder; got 'mnist'"): load_images('mnist')
+    with pytest.raises(ValueError, match="'digits', 'mnist', 'fashion_mnist', 'cifar10', 'cifar100', 'stl10', 'imagenet', or the path of an image folder; got 'imagenette'"): load_images('imagenette')
     with pytest.raises(FileNotFoundError, match='no such folder: .*no/where'): load_images('no/where')
     with pytest.raises(FileNotFoundError, match='no such folder'): load_images(Path('nowhere'))
     with pytest.raises(ValueError, match="split must be one of 'train', 'test'; got 'val'"): load_images('digits', 'val')

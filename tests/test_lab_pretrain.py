@@ -9,9 +9,10 @@ from oracles import energy_by_inverse
 from peira_krepes.lab import methods, pretrain as door, training
 from peira_krepes.lab.data import ImageData, load_images
 from peira_krepes.lab.methods import ObjectiveMethod, statistics
-from peira_krepes.lab.pretrain import command_line, main, pretrain
+from peira_krepes.lab.pretrain import main, parser, pretrain
 from peira_krepes.lab.probes import collapse_alarm
-from peira_krepes.lab.training import Run, Settings, learning_rate_at, own_random_numbers, parameter_groups
+from peira_krepes.lab.optimizers import learning_rate_at, parameter_groups
+from peira_krepes.lab.training import Run, Settings, own_random_numbers
 from peira_krepes.lab.views import ViewPolicy, policy_for, two_views
 from peira_krepes.objectives.peira import PEIRA
 
@@ -24,11 +25,13 @@ TINY = dict(epochs=3, batch_size=32, dim=8, hidden=16, encoder_options={"width":
 def tiny(**changes): return pretrain(DIGITS, **{**TINY, **changes})
 
 def new_run(**changes):
-    values = dict(data=DIGITS.checksum, method="peira", encoder="conv", learning_rate=5e-3, weight_decay=1e-4, warmup=0.1, clip=1.0, seed=0, method_options={},
-                  policy=policy_for(DIGITS), autocast=False)
-    run = Run(DIGITS.images, Settings(**{**values, **TINY, **changes}), torch.device("cpu"))
+    values = dict(data=DIGITS.checksum, method="peira", encoder="conv", accumulate=1, optimizer="adamw", learning_rate=5e-3, weight_decay=1e-4, warmup=0.1, clip=1.0, clip_from=1, seed=0,
+                  method_options={}, policy=policy_for(DIGITS), autocast=False, processes=1)
+    run = Run(DIGITS, Settings(**{**values, **TINY, **changes}), torch.device("cpu"))
     run.modules.train()
     return run
+
+def trained(run): return [p for p in run.modules.parameters() if p.requires_grad]
 
 def same(a, b):
     "Whether two nested states are equal bit for bit."
@@ -51,12 +54,13 @@ def stop_at(monkeypatch, batch, error=KeyboardInterrupt):
 
 # resuming ------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("options", [{}, {"method_options": {"center": True, "rate": 0.1}}, {"method": "barlow_twins"}, {"autocast": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"method_options": {"center": True, "rate": 0.1, "carry": False}}, {"method": "barlow_twins"}, {"method": "byol"}, {"method": "sigreg", "optimizer": "lars"},
+                                     {"autocast": True}, {"accumulate": 4, "clip_from": 3}], ids=str)
 def test_a_resumed_run_equals_a_straight_one_bit_for_bit(tmp_path, monkeypatch, options):
     straight = tiny(out=tmp_path/"straight", **options)
     for batch, epochs in ((4, 1), (3, 2)): # two batches an epoch: stopped within the second epoch, then one epoch after that
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            stop_at(patch, batch)
+            stop_at(patch, batch * options.get("accumulate", 1))
             tiny(out=tmp_path/"split", **options)
         assert len(saved(tmp_path/"split")["history"]) == epochs
     resumed = tiny(out=tmp_path/"split", **options)
@@ -93,11 +97,11 @@ def test_an_interrupted_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(torch, "save", half)
         tiny(out=tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"] and len(saved(tmp_path)["history"]) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint.pt", "log.jsonl"] and len(saved(tmp_path)["history"]) == 2
     assert same(weights(tiny(out=tmp_path)), weights(straight))
 
 @pytest.mark.parametrize("change", [
-    {"epochs": 4}, {"batch_size": 16}, {"dim": 4}, {"hidden": 8}, {"learning_rate": 1e-3}, {"weight_decay": 0.0}, {"warmup": 0.0}, {"clip": 2.0}, {"seed": 1},
+    {"epochs": 4}, {"batch_size": 16}, {"dim": 4}, {"hidden": 8}, {"learning_rate": 1e-3}, {"weight_decay": 0.0}, {"warmup": 0.0}, {"clip": 2.0}, {"clip_from": 2}, {"seed": 1}, {"accumulate": 2}, {"optimizer": "lars"},
     {"method": "barlow_twins"}, {"method_options": {"rate": 0.5}}, {"encoder_options": {"width": 5}}, {"encoder": "resnet18", "encoder_options": {}},
     {"policy": ViewPolicy(flip=0.5)}, {"autocast": True}], ids=lambda c: next(iter(c)))
 def test_a_checkpoint_of_other_settings_is_refused_by_name(checkpoint, change):
@@ -137,8 +141,8 @@ def test_the_seed_decides_and_the_global_state_does_not():
 
 def test_drawing_inside_the_network_is_reproducible_too(monkeypatch):
     class Dropping(nn.Sequential):
-        def __init__(self, channels, dim): super().__init__(nn.Flatten(), nn.Linear(64 * channels, dim), nn.Dropout(0.5))
-    monkeypatch.setattr(training, "build_encoder", lambda name, channels, dim, size, **options: Dropping(channels, dim))
+        def __init__(self, channels): super().__init__(nn.Flatten(), nn.Linear(64 * channels, 8), nn.Dropout(0.5))
+    monkeypatch.setattr(training, "build_encoder", lambda name, channels, image_size, **options: Dropping(channels))
     torch.manual_seed(1); first = tiny()
     torch.manual_seed(2); assert same(weights(tiny()), weights(first))
 
@@ -170,7 +174,7 @@ def test_no_batch_of_one(monkeypatch, n, batch_size, sizes):
 def test_both_views_go_through_the_network_once_and_together():
     run, shapes = new_run(), []
     run.modules["encoder"].register_forward_hook(lambda m, args, out: shapes.append(tuple(args[0].shape)))
-    run.step(DIGITS.images[:32], 0)
+    run.step([DIGITS.images[:32]], [0])
     assert shapes == [(64, 1, 8, 8)]
 
 @pytest.mark.parametrize("method", ["peira", "barlow_twins"])
@@ -193,20 +197,20 @@ def poison(run, term):
 @pytest.mark.parametrize("term", ["embedding", "loss", "gradient"])
 def test_a_step_that_is_not_finite_leaves_no_trace(term):
     run = new_run()
-    assert run.step(DIGITS.images[:32], 0)[1] is None
+    assert run.step([DIGITS.images[:32]], [0])[1] is None
     before = {k: v.clone() for k, v in run.modules.state_dict().items()}
     moments = {k: {name: v.clone() for name, v in s.items()} for k, s in run.optimizer.state_dict()["state"].items()}
     handle = poison(run, term)
-    assert run.step(DIGITS.images[32:64], 1) == (None, term)
+    assert run.step([DIGITS.images[32:64]], [1]) == (None, term)
     assert same(dict(run.modules.state_dict()), before) and same(run.optimizer.state_dict()["state"], moments)
     handle.remove()
-    energy, reason = run.step(DIGITS.images[32:64], 1)
+    energy, reason = run.step([DIGITS.images[32:64]], [1])
     assert reason is None and math.isfinite(energy)
 
 def test_an_overflow_inside_the_method_is_a_skipped_step():
     run = new_run()
     run.modules["projector"].register_forward_hook(lambda m, args, out: out * 1e30)
-    assert run.step(DIGITS.images[:32], 0) == (None, "loss")
+    assert run.step([DIGITS.images[:32]], [0]) == (None, "loss")
 
 def test_skipped_steps_are_counted_and_training_goes_on(monkeypatch):
     count, forward = itertools.count(1), methods.PEIRALoss.forward
@@ -218,13 +222,13 @@ def test_skipped_steps_are_counted_and_training_goes_on(monkeypatch):
 @pytest.mark.parametrize("batch_size, steps", [(16, 4), (4, 10)])
 def test_many_skipped_steps_in_a_row_are_an_error_that_names_the_term(tmp_path, monkeypatch, batch_size, steps):
     tried = []
-    monkeypatch.setattr(Run, "step", lambda self, images, seed: (tried.append(1), (None, "gradient"))[1])
+    monkeypatch.setattr(Run, "step", lambda self, batches, seeds: (tried.append(1), (None, "gradient"))[1])
     with pytest.raises(FloatingPointError, match=f"gradient was not finite in {steps} steps in a row"): tiny(batch_size=batch_size, out=tmp_path)
     assert len(tried) == steps and not (tmp_path/"checkpoint.pt").exists()
 
 def test_skipped_steps_that_are_not_in_a_row_are_no_error(monkeypatch):
     count = itertools.count(1)
-    monkeypatch.setattr(Run, "step", lambda self, images, seed: (None, "loss") if next(count) % 2 else (1.0, None))
+    monkeypatch.setattr(Run, "step", lambda self, batches, seeds: (None, "loss") if next(count) % 2 else (1.0, None))
     assert tiny(batch_size=3, epochs=1, method="barlow_twins").history[0]["skipped_steps"] == 12 > training.PATIENCE
 
 def test_decay_spares_biases_and_normalisation():
@@ -232,9 +236,9 @@ def test_decay_spares_biases_and_normalisation():
     groups = run.optimizer.param_groups
     assert [g["weight_decay"] for g in groups] == [0.5, 0.0]
     assert all(p.ndim > 1 for p in groups[0]["params"]) and all(p.ndim <= 1 for p in groups[1]["params"])
-    held, all_parameters = [id(p) for g in groups for p in g["params"]], [id(p) for p in run.modules.parameters()]
+    held, all_parameters = [id(p) for g in groups for p in g["params"]], [id(p) for p in trained(run)]
     assert sorted(held) == sorted(all_parameters) and groups[1]["params"]
-    for p in run.modules.parameters(): p.grad = torch.zeros_like(p)
+    for p in trained(run): p.grad = torch.zeros_like(p)
     before = [[p.detach().clone() for p in g["params"]] for g in groups]
     run.optimizer.step()
     shrink = 1 - 0.5 * groups[0]["lr"]
@@ -256,8 +260,8 @@ def test_weights_of_a_method_are_trained_and_saved(monkeypatch, tmp_path):
 def test_gradients_are_clipped_at_their_norm():
     for clip in (1e-3, 1e3):
         run = new_run(clip=clip)
-        run.backward(DIGITS.images[:32], 0)
-        norm = torch.cat([p.grad.flatten() for p in run.modules.parameters()]).norm()
+        run.backward([DIGITS.images[:32]], [0])
+        norm = torch.cat([p.grad.flatten() for p in trained(run)]).norm()
         assert float(norm) == pytest.approx(1e-3, rel=1e-3) if clip < 1 else 1e-3 < norm < 1e3
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 1.0])
@@ -279,7 +283,7 @@ def test_bfloat16_in_the_network_leaves_weights_and_losses_in_float32():
     run, seen = new_run(autocast=True), []
     run.modules["projector"].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
     run.modules["method"].register_forward_hook(lambda m, args, loss: seen.append(loss.dtype))
-    assert run.step(DIGITS.images[:32], 0)[1] is None and seen == [torch.bfloat16, torch.float32]
+    assert run.step([DIGITS.images[:32]], [0])[1] is None and seen == [torch.bfloat16, torch.float32]
     assert all(p.dtype == torch.float32 for p in run.modules.parameters())
 
 def test_colour_images_in_any_memory_layout():
@@ -287,7 +291,7 @@ def test_colour_images_in_any_memory_layout():
     labels = torch.zeros(40, dtype=torch.int64)
     runs = [pretrain(ImageData(x, labels, ("a",), "noise", "train"), **{**TINY, "epochs": 1}) for x in (images, images.to(memory_format=torch.channels_last))]
     assert same(*map(weights, runs))
-    assert runs[0].encoder(images).shape == (40, 8)
+    assert runs[0].encoder(images).shape == (40, 64)
 
 
 # learning and collapsing ------------------------------------------------------------------------------------------------------
@@ -319,7 +323,7 @@ def test_a_collapsed_run_is_reported(monkeypatch, options):
     ({"method": "bralow"}, ValueError, "method must be one of 'peira'"), ({"encoder": "covn"}, ValueError, "conv"), ({"epochs": 0}, ValueError, "epochs"),
     ({"epochs": 2.5}, TypeError, "epochs"), ({"batch_size": 1}, ValueError, "batch_size"), ({"dim": 0}, ValueError, "dim"), ({"hidden": 0}, ValueError, "hidden"),
     ({"learning_rate": 0}, ValueError, "learning_rate"), ({"learning_rate": float("nan")}, ValueError, "learning_rate"), ({"weight_decay": -1}, ValueError, "weight_decay"),
-    ({"warmup": 1.5}, ValueError, "warmup"), ({"clip": 0}, ValueError, "clip"), ({"seed": -1}, ValueError, "seed"), ({"method_options": {"rat": 1}}, ValueError, "rate"),
+    ({"warmup": 1.5}, ValueError, "warmup"), ({"clip": 0}, ValueError, "clip"), ({"clip_from": 0}, ValueError, "clip_from"), ({"accumulate": 0}, ValueError, "accumulate"), ({"accumulate": 17}, ValueError, "micro-batches"), ({"optimizer": "sgd"}, ValueError, "optimizer"), ({"workers": -1}, ValueError, "workers"), ({"seed": -1}, ValueError, "seed"), ({"method_options": {"rat": 1}}, ValueError, "rate"),
     ({"method_options": [1]}, TypeError, "method_options"), ({"encoder_options": {"widht": 1}}, TypeError, "width"), ({"policy": "none"}, TypeError, "policy"),
     ({"device": "gpu"}, ValueError, "device"), ({"device": "meta"}, ValueError, "device"), ({"autocast": 1}, TypeError, "autocast")])
 def test_bad_arguments_are_named_and_write_nothing(tmp_path, change, error, message):
@@ -333,26 +337,18 @@ def test_a_file_in_the_place_of_the_folder_is_refused_before_training(tmp_path, 
 
 def test_bad_data_are_refused():
     with pytest.raises(TypeError, match="data must be an ImageData"): pretrain(DIGITS.images, **TINY)
-    with pytest.raises(ValueError, match="images in data"): pretrain(DIGITS.subset([0]), **TINY)
+    with pytest.raises(ValueError, match="samples in data"): pretrain(DIGITS.subset([0]), **TINY)
     with pytest.raises(ValueError, match="digits"): pretrain("digtis", **TINY)
-
-def test_one_of_several_processes_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(NotImplementedError, match="one of 2"): tiny()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(door.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(door.dist, "get_world_size", lambda: 4)
-    with pytest.raises(NotImplementedError, match="one of 4"): tiny()
 
 def test_the_command_line_has_the_functions_parameters_and_defaults():
     parameters = dict(inspect.signature(pretrain).parameters)
     del parameters["policy"]
-    parsed = vars(command_line().parse_args(["--dataset", "digits"]))
-    assert parsed == {name: "digits" if name == "data" else p.default for name, p in parameters.items()}
+    parsed = vars(parser().parse_args(["--dataset", "digits"]))
+    assert parsed == {name: "digits" if name == "data" else p.default for name, p in parameters.items()} | {"preset": None, "show": False}
     words = "--dataset d --batch-size 8 --learning-rate 1e-3 --method-options {\"rate\":0.5} --no-resume --autocast --device cpu --out x --seed 3"
-    parsed = vars(command_line().parse_args(words.split()))
+    parsed = vars(parser().parse_args(words.split()))
     assert parsed["method_options"] == {"rate": 0.5} and parsed["resume"] is False and parsed["autocast"] is True and parsed["batch_size"] == 8 and parsed["seed"] == 3
-    assert "of AdamW, at its peak" in command_line().format_help() # the help is the signature's comments
+    assert "at its peak" in parser().format_help() # the help is the signature's comments
 
 SMALL = "--dataset digits --epochs 1 --batch-size 512 --dim 4 --hidden 8 --device cpu".split() + ["--encoder-options", '{"width": 2}']
 
@@ -383,7 +379,7 @@ def test_a_diverged_run_is_refused_and_the_program_says_so_in_one_line(capsys):
 @pytest.mark.parametrize('every, warns', [(2, True), (3, False)])
 def test_an_epoch_with_half_of_its_steps_skipped_is_reported(monkeypatch, every, warns):
     count = itertools.count()
-    monkeypatch.setattr(Run, 'step', lambda self, images, seed: (1.0, None) if next(count) % every else (None, 'loss'))
+    monkeypatch.setattr(Run, 'step', lambda self, batches, seeds: (1.0, None) if next(count) % every else (None, 'loss'))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         tiny(batch_size=12, epochs=1, method='barlow_twins')  # six steps
@@ -397,3 +393,116 @@ def test_a_failed_training_is_one_line_and_status_1(monkeypatch, capsys, error):
     monkeypatch.setattr(Run, 'epoch', fails)
     assert main(SMALL) == 1
     assert capsys.readouterr().err == 'python -m peira_krepes.lab.pretrain: out of memory\n'
+
+
+# accumulation, clipping from an epoch, companions, the log, one's own encoder -----------------------------------------------------
+
+@pytest.mark.parametrize("method", ["simsiam", "peira"])
+def test_accumulation_averages_the_gradients_of_micro_batches_and_is_not_the_larger_batch(method):
+    whole, split = new_run(method=method, clip=1e9, optimizer="lars"), new_run(method=method, clip=1e9, optimizer="lars", accumulate=2)
+    halves = [DIGITS.images[:16], DIGITS.images[16:32]]
+    split.backward(halves, [0, 1])
+    gradients, wanted = [p.grad.clone() for p in trained(split)], None
+    fresh = new_run(method=method, clip=1e9) # the same micro-batches one after the other, by hand
+    for half, seed in zip(halves, [0, 1]):
+        views = torch.cat(two_views(half, fresh.settings.policy, seed)).contiguous(memory_format=torch.channels_last)
+        parts = torch.autograd.grad(fresh.modules(views), trained(fresh))
+        wanted = parts if wanted is None else [a + b for a, b in zip(wanted, parts)]
+    for g, w in zip(gradients, wanted): torch.testing.assert_close(g, w / 2)
+    whole.backward([DIGITS.images[:32]], [0])
+    assert any(not torch.allclose(a.grad, b.grad) for a, b in zip(trained(whole), trained(split)))
+
+def test_gradients_are_clipped_from_the_chosen_epoch_on():
+    run, norm = new_run(clip=1e-3, clip_from=2), lambda r: float(torch.cat([p.grad.flatten() for p in trained(r)]).norm())
+    run.backward([DIGITS.images[:32]], [0])
+    assert norm(run) > 1e-2
+    run.history.append({})
+    run.backward([DIGITS.images[:32]], [0])
+    assert norm(run) == pytest.approx(1e-3, rel=1e-3)
+
+def parameters(*networks): return [p.detach().clone() for n in networks for p in n.parameters()]
+
+def test_a_teacher_follows_the_network_after_each_step():
+    run = new_run(method="byol", method_options={"momentum": 0.9})
+    teacher = parameters(*run.modules["companion"])
+    for step in range(3):
+        run.modules["method"].begin(step, step / 4)
+        run.step([DIGITS.images[:32]], [step])
+        tau, network = run.modules["method"].teacher, parameters(run.modules["encoder"], run.modules["projector"])
+        teacher = [tau * t + (1 - tau) * n for t, n in zip(teacher, network)]
+        for t, p in zip(teacher, run.modules["companion"].parameters()): torch.testing.assert_close(p, t)
+    assert run.modules["method"].teacher > 0.9 and not any(p.requires_grad for p in run.modules["companion"].parameters())
+
+def test_the_previous_network_is_one_step_behind_and_a_skipped_step_leaves_it():
+    run = new_run()
+    for step in range(2):
+        before = parameters(run.modules["encoder"], run.modules["projector"])
+        run.step([DIGITS.images[:32]], [step])
+        assert same(before, parameters(*run.modules["companion"])) and not same(before, parameters(run.modules["encoder"], run.modules["projector"]))
+    handle, before = poison(run, "gradient"), parameters(*run.modules["companion"])
+    run.step([DIGITS.images[:32]], [2])
+    handle.remove()
+    assert same(before, parameters(*run.modules["companion"]))
+
+def test_methods_without_need_have_no_companion():
+    assert all(("companion" in new_run(method=name).modules) == (name in ("peira", "byol")) for name in methods.METHODS)
+    assert "companion" not in new_run(method_options={"carry": False}).modules
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_every_method_trains_and_ends_finite(method):
+    run = tiny(method=method, method_options={"n_directions": 16} if method == "sigreg" else {})
+    assert all(math.isfinite(h["energy"]) for h in run.history) and all(torch.isfinite(v).all() for v in weights(run)) and not run.history[-1]["skipped_steps"]
+
+def test_the_log_has_a_line_for_each_epoch_and_survives_interruption(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 4)
+        tiny(out=tmp_path)
+    run = tiny(out=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path/"log.jsonl").read_text().splitlines()]
+    assert [{k: line[k] for k in entry} for line, entry in zip(lines, run.history)] == run.history and len(lines) == 3
+    assert all(line["seconds"] > 0 and line["samples_per_second"] > 0 and line["processes"] == 1 and line["device"] == "cpu" for line in lines)
+
+class Own(nn.Module):
+    def __init__(self, width=5):
+        super().__init__()
+        self.layer = nn.Linear(64, width)
+    def forward(self, x): return self.layer(x.flatten(1)).relu()
+
+def test_an_encoder_of_ones_own_is_copied_trained_and_recognised(tmp_path):
+    torch.manual_seed(0)
+    own = Own()
+    before = parameters(own)
+    run = tiny(encoder=own, encoder_options={}, out=tmp_path)
+    assert same(before, parameters(own)) and not same(before, parameters(run.encoder)) and isinstance(run.encoder, Own) and run.settings["encoder"].startswith("Own ")
+    assert same(weights(run), weights(tiny(encoder=own, encoder_options={}, out=tmp_path)))
+    torch.manual_seed(1)
+    with pytest.raises(ValueError, match="encoder was 'Own"): tiny(encoder=Own(), encoder_options={}, out=tmp_path)
+
+def test_a_table_is_trained_with_a_perceptron_by_default():
+    import pandas as pd
+    from peira_krepes.lab.tables import load_table
+    g = np.random.default_rng(0)
+    frame = pd.DataFrame({"x": g.normal(size=120), "z": g.normal(size=120), "kind": g.choice(list("abc"), 120), "y": g.choice(["no", "yes"], 120)})
+    table = load_table(frame, target="y")
+    run = pretrain(table, epochs=2, batch_size=32, dim=4, hidden=16, encoder_options={"width": 16, "depth": 2, "dim": 6})
+    assert run.settings["encoder"] == "table" and run.encoder(torch.from_numpy(np.asarray(table.values))[:5]).shape == (5, 6)
+
+def test_presets_are_arguments_of_pretrain_and_the_command_line_prints_them(capsys):
+    from peira_krepes.lab.presets import PRESETS, preset
+    known = inspect.signature(pretrain).parameters
+    for name in PRESETS:
+        assert preset(name).keys() <= known.keys()
+        assert main(["--dataset", "digits", "--preset", name, "--epochs", "7", "--show"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["epochs"] == 7 and shown["dim"] == preset(name)["dim"] and known.keys() - shown.keys() <= {"policy"} and ("policy" in shown) == ("policy" in preset(name))
+    with pytest.raises(SystemExit): main(["--dataset", "digits", "--preset", "piera"])
+
+@pytest.mark.parametrize("name", ["peira-cifar10", "vicreg-cifar10", "barlow_twins-cifar10"])
+def test_a_papers_preset_runs_on_a_few_images_of_the_right_kind(name):
+    "The recipe as published but for its length and widths: LARS, warm-up, clipping from epoch 4, the CIFAR views, ResNet-18 with the stem for small images."
+    from peira_krepes.lab.presets import preset
+    images = torch.rand(12, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    data = ImageData(images, torch.arange(12) % 2, ("a", "b"), "few", "train")
+    run = pretrain(data, **preset(name, epochs=1, batch_size=12, dim=8, hidden=16))
+    assert run.encoder(images).shape == (12, 512) and run.settings["optimizer"] == "lars" and run.settings["clip_from"] == 4
+    assert math.isfinite(run.history[0]["energy"]) and not run.history[0]["skipped_steps"]

@@ -63,6 +63,46 @@ def test_knn_ignores_the_length_of_features():
     lengths = 1e-3 * double(40, 1, seed=1).exp()
     assert knn_accuracy(z[:30] * lengths[:30], y[:30], z[30:], y[30:], 3) == knn_accuracy(z[:30], y[:30], z[30:], y[30:], 3)
 
+def test_knn_in_blocks_and_with_any_labels(monkeypatch):
+    "Blocks of one row, of three, and all at once; class numbers with gaps; a class that only the test rows have."
+    from peira_krepes.lab import probes
+    z, y = double(70, 4), torch.tensor([7, -2, 40])[torch.arange(70) % 3]
+    z[y == 7] += 0.7
+    y_test = y[50:].clone(); y_test[0] = 99
+    expected = knn_accuracy(z[:50], y[:50], z[50:], y_test, 5)
+    assert expected == pytest.approx(knn_loop(z[:50], (y[:50] + 2).tolist(), z[50:], (y_test + 2).tolist(), 5), abs=1e-12) and 0 < expected < 1
+    for limit in (1, 50, 150, 2**24):
+        monkeypatch.setattr(probes, "SIMILARITIES", limit)
+        assert knn_accuracy(z[:50].T.contiguous().T, y[:50], z[50:], y_test, 5) == expected
+
+def test_knn_holds_no_more_similarities_than_it_says(monkeypatch):
+    from peira_krepes.lab import probes
+    monkeypatch.setattr(probes, "SIMILARITIES", 1000)
+    seen, topk = [], torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda self, *a, **k: seen.append(self.numel()) or topk(self, *a, **k))
+    knn_accuracy(double(90, 3), torch.arange(90) % 2, double(64, 3, seed=1), torch.arange(64) % 2, 3)
+    assert max(seen) <= 1000 and sum(seen) == 90 * 64
+
+def test_knn_equals_scikit_learn():
+    from sklearn.neighbors import KNeighborsClassifier
+    z, y = double(300, 6), torch.arange(300) % 5
+    z += double(5, 6, seed=9)[y]
+    for k in (1, 7, 20):
+        peer = KNeighborsClassifier(k, metric="cosine").fit(z[:200].numpy(), y[:200].numpy()).score(z[200:].numpy(), y[200:].numpy())
+        assert knn_accuracy(z[:200], y[:200], z[200:], y[200:], k) == pytest.approx(peer, abs=1e-12)
+
+def test_ties_between_classes_go_to_the_smaller():
+    z = torch.tensor([[1.0, 0.1], [1.0, -0.1], [1.0, 0.2], [1.0, -0.2]])
+    assert knn_accuracy(z, [3, 1, 3, 1], torch.tensor([[1.0, 0.0]]), [1], 4) == 1.0
+
+def test_probes_take_half_precision_and_mixed_precision():
+    z, y = double(60, 4), torch.arange(60) % 3
+    z[y == 1] += 2
+    for probe in (knn_accuracy, linear_probe):
+        wanted = probe(z[:40].bfloat16().float(), y[:40], z[40:].bfloat16().float(), y[40:])
+        assert probe(z[:40].bfloat16(), y[:40], z[40:].bfloat16(), y[40:]) == wanted
+        probe(z[:40].float(), y[:40], z[40:], y[40:])
+
 def test_linear_probe_equals_the_scikit_learn_pipeline():
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -198,3 +238,17 @@ def test_without_a_ridge_only_rank_and_exact_constancy_count():
 
 def test_a_ridge_above_every_correlation_makes_collapse_the_answer():
     assert collapse_alarm(*features([0.5] * 16), ridge=1.5).verdict == "complete"
+
+
+# standardising ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+def test_standardised_equals_scikit_learn_block_by_block(dtype, atol, monkeypatch):
+    from sklearn.preprocessing import StandardScaler
+    from peira_krepes.lab import probes
+    z = (double(50, 4) * torch.tensor([1, 1e-3, 1e3, 1.0]) + torch.tensor([0, 1, 1e3, 5.0])).to(dtype)
+    scaler = StandardScaler().fit(z[:30].double().numpy())
+    for block in (1, 7, 10_000):
+        monkeypatch.setattr(probes, "BLOCK", block)
+        for out, part in zip(probes.standardised(z[:30], z[30:].T.contiguous().T, dtype), (z[:30], z[30:])):
+            assert out.dtype == dtype
+            np.testing.assert_allclose(out.numpy(), scaler.transform(part.double().numpy()), atol=atol)

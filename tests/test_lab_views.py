@@ -4,6 +4,7 @@ import itertools
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from oracles import blurred_pixel, recoloured, warped_pixel
@@ -13,12 +14,18 @@ from torchvision.transforms.v2 import functional as reference
 
 from peira_krepes.lab import views as module
 from peira_krepes.lab.data import ImageData, load_images
+from peira_krepes.lab.columns import TableEncoder
+from peira_krepes.lab.corruption import CorruptionPolicy, corrupt
+from peira_krepes.lab.distortions import solarise
+from peira_krepes.lab.policies import POLICIES, byol_policies, policy_from_record, simclr_policy
+from peira_krepes.lab.streams import ImageStream
+from peira_krepes.lab.tables import TableData, load_table
 from peira_krepes.lab.views import COLOUR, DIGITS, GREY, ViewPolicy, affine_maps, augment, blur, colour_matrices, policy_for, two_views, view_seed, warp
 
 ALL = ViewPolicy(crop=(0.2, 1), flip=0.5, rotation=30, shear=10, translation=0.2, jitter=0.8, brightness=0.5, contrast=0.5, saturation=0.5, hue=0.2,
-                 grayscale=0.2, blur=(0.1, 2), blurred=0.5, noise=0.1, erase=0.5)
+                 grayscale=0.2, blur=(0.1, 2), blurred=0.5, solarise=0.3, threshold=0.6, noise=0.1, erase=0.5)
 ONE_BY_ONE = [dict(crop=(0.2, 0.9)), dict(flip=0.5), dict(rotation=30), dict(shear=20), dict(translation=0.3), dict(brightness=0.4), dict(contrast=0.4),
-              dict(saturation=0.4), dict(hue=0.3), dict(grayscale=0.5), dict(blur=(0.5, 2)), dict(noise=0.1), dict(erase=0.6)]
+              dict(saturation=0.4), dict(hue=0.3), dict(grayscale=0.5), dict(blur=(0.5, 2)), dict(solarise=0.5), dict(noise=0.1), dict(erase=0.6)]
 
 
 def generator(seed=0): return torch.Generator().manual_seed(seed)
@@ -235,6 +242,46 @@ def test_blur_of_width_zero_is_exact_and_constant_images_stay():
     assert abs(share - 0.5) < 5*math.sqrt(0.25/1000)
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+@pytest.mark.parametrize('threshold', [0.0, 0.3, 0.5, 1.0])
+def test_solarise_equals_torchvisions_bit_for_bit(threshold, dtype):
+    images = photographs(4, dtype=dtype)
+    images[0, :, :4] = threshold                                                  # at the threshold itself: inverted
+    assert torch.equal(solarise(images, threshold), reference.solarize(images, threshold)) and (solarise(images, threshold)[0, :, :4] == 1 - threshold).all()
+
+
+def test_solarise_takes_its_share_of_images_and_leaves_the_others_alone():
+    "One draw an image against torchvision's `RandomSolarize` with a draw of its own for each: the same share, the same two outcomes."
+    images = photographs(1).repeat(2000, 1, 1, 1)
+    view = augment(images, ViewPolicy(solarise=0.2, threshold=0.4), generator())
+    dark = torch.where(images[0] >= 0.4, 1 - images[0], images[0])
+    hit, kept = [(view == other).flatten(1).all(1) for other in (dark, images[0])]
+    assert (hit ^ kept).all() and abs(hit.double().mean() - 0.2) < 5*math.sqrt(0.16/2000)
+    state = torch.get_rng_state(); torch.manual_seed(0)
+    theirs = torch.stack([v2.RandomSolarize(0.4, p=0.2)(x) for x in images])
+    torch.set_rng_state(state)
+    their_hit = (theirs == dark).flatten(1).all(1)
+    assert (their_hit | (theirs == images).flatten(1).all(1)).all() and abs(hit.double().mean() - their_hit.double().mean()) < 5*math.sqrt(2*0.16/2000)
+
+
+def test_solarising_before_the_last_clamp_equals_clamping_first():
+    "Values that a jitter left outside [0, 1] end where a clamp before the inversion would have put them."
+    wild = torch.linspace(-0.5, 1.7, 500)
+    for threshold in (0.3, 0.5, 1.0): assert torch.equal(solarise(wild, threshold).clamp(0, 1), solarise(wild.clamp(0, 1), threshold))
+
+
+def test_blur_of_a_chosen_few_equals_blurring_all_with_width_zero(monkeypatch):
+    images = torch.rand(16, 3, 12, 10, generator=generator())
+    seen = []
+    monkeypatch.setattr(module, 'blur', lambda x, sigma: (seen.append((x, sigma)), blur(x, sigma))[1])
+    view = augment(images, ViewPolicy(blur=(0.5, 2), blurred=0.4), generator(3))
+    (x, sigma), = seen
+    rows = [next(i for i in range(16) if torch.equal(images[i], y)) for y in x]
+    whole = torch.zeros(16); whole[rows] = sigma
+    assert 0 < len(rows) < 16 and torch.allclose(view, blur(images, whole), atol=1e-6)
+    assert torch.equal(augment(images, ViewPolicy(blur=(1, 1), blurred=1e-9), generator()), images)
+
+
 def test_noise_has_its_standard_deviation():
     noise = augment(torch.full((50, 3, 32, 32), 0.5), ViewPolicy(noise=0.05), generator()) - 0.5
     n = noise.numel()
@@ -358,9 +405,137 @@ def test_view_seed_is_fixed_for_ever():
 
 @pytest.mark.parametrize('error, change', [(ValueError, dict(crop=(0, 1))), (ValueError, dict(crop=(0.5, 1.1))), (ValueError, dict(crop=(0.9, 0.5))), (TypeError, dict(crop=0.5)),
     (TypeError, dict(crop=(0.1, 0.2, 0.3))), (ValueError, dict(ratio=(0, 1))), (ValueError, dict(flip=1.1)), (ValueError, dict(flip=-0.1)), (ValueError, dict(rotation=200)),
-    (ValueError, dict(hue=0.6)), (ValueError, dict(noise=-1)), (ValueError, dict(noise=float('nan'))), (ValueError, dict(blur=(-1, 1))), (TypeError, dict(brightness='much')), (TypeError, dict(flip=True))])
+    (ValueError, dict(hue=0.6)), (ValueError, dict(solarise=1.1)), (ValueError, dict(threshold=-0.1)), (ValueError, dict(noise=-1)), (ValueError, dict(noise=float('nan'))), (ValueError, dict(blur=(-1, 1))), (TypeError, dict(brightness='much')), (TypeError, dict(flip=True))])
 def test_policies_out_of_range_name_the_field(error, change):
     with pytest.raises(error, match=next(iter(change))): ViewPolicy(**change)
+
+
+def test_view_seeds_differ_by_epoch_step_and_rank_and_so_do_the_views():
+    images = photographs(2)
+    seeds = [view_seed(0, e, s, r) for e in range(3) for s in range(3) for r in range(3)]
+    assert len({two_views(images, ALL, s)[0].numpy().tobytes() for s in seeds}) == 27
+
+
+def test_a_pair_of_policies_gives_each_view_its_own():
+    images, first, second = photographs(), ViewPolicy(flip=1), ViewPolicy(solarise=1)
+    a, b = two_views(images, (first, second), 0)
+    assert torch.equal(a, images.flip(-1)) and torch.equal(b, solarise(images))
+    assert all(torch.equal(x, y) for x, y in zip(two_views(images, (ALL, ALL), 3), two_views(images, ALL, 3))) and all(torch.equal(x, y) for x, y in zip(two_views(images, [ALL, ALL], 3), two_views(images, ALL, 3)))
+    for wrong in ('strong', None, (ALL,), (ALL, ALL, ALL), (ALL, CorruptionPolicy()), dataclasses.asdict(ALL)):
+        with pytest.raises(TypeError, match='policy must be a ViewPolicy, a pair of them, or a CorruptionPolicy'): two_views(images, wrong, 0)
+
+
+# ---- the papers' policies ----------------------------------------------------------------------------------------------
+def test_constants_of_simclr():
+    "arXiv 2002.05709v3, appendix A (ImageNet, strength 1) and B.9 (CIFAR-10, strength 1/2, no blur)."
+    p = simclr_policy()
+    assert p == POLICIES['simclr_imagenet'] and p.ratio == (3/4, 4/3) and p.solarise == p.noise == p.erase == p.rotation == p.shear == p.translation == 0
+    assert (p.crop, p.flip, p.jitter, p.grayscale, p.blur, p.blurred) == ((0.08, 1), 0.5, 0.8, 0.2, (0.1, 2), 0.5)
+    assert (p.brightness, p.contrast, p.saturation, p.hue) == (0.8, 0.8, 0.8, 0.2)
+    c = POLICIES['simclr_cifar']
+    assert (c.brightness, c.contrast, c.saturation, c.hue, c.blurred) == (0.4, 0.4, 0.4, 0.1, 0)
+    images = photographs()
+    assert all(torch.equal(x, y) for x, y in zip(two_views(images, c, 1), two_views(images, COLOUR, 1)))
+    assert simclr_policy(112).blur == (0.05, 1)
+    for wrong in (dict(strength=1.3), dict(strength=-1), dict(image_size=0), dict(blurred=2)):
+        with pytest.raises(ValueError): simclr_policy(**wrong)
+
+
+def test_constants_of_byol():
+    "arXiv 2006.07733v3, appendix B: the two views differ in blur and solarisation only."
+    a, b = byol_policies()
+    assert (a, b) == POLICIES['byol_imagenet'] and dataclasses.replace(a, blurred=0.1, solarise=0.2) == b
+    assert (a.crop, a.ratio, a.flip, a.jitter, a.grayscale, a.blur, a.threshold) == ((0.08, 1), (3/4, 4/3), 0.5, 0.8, 0.2, (0.1, 2), 0.5)
+    assert (a.brightness, a.contrast, a.saturation, a.hue) == (0.4, 0.4, 0.2, 0.1)
+    assert (a.blurred, b.blurred, a.solarise, b.solarise) == (1, 0.1, 0, 0.2)
+    assert [p.blurred for p in POLICIES['byol_cifar']] == [0, 0] and POLICIES['byol_cifar'][1].solarise == 0.2
+
+
+def test_policies_come_back_from_json():
+    import json
+    for policy in (*POLICIES.values(), ALL, CorruptionPolicy(0.3, (0, 1, 1), True)):
+        record = [dataclasses.asdict(p) for p in policy] if isinstance(policy, tuple) else dataclasses.asdict(policy)
+        assert policy_from_record(json.loads(json.dumps(record))) == policy
+    for wrong in ('simclr', [1], None):
+        with pytest.raises(TypeError, match='record must be'): policy_from_record(wrong)
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------------
+def marked(n, d): return torch.arange(float(n))[:, None].expand(n, d)           # every value says which row it is from
+
+
+@pytest.mark.parametrize('rate, columns, count', [(0.6, 10, 6), (0.6, 5, 3), (0.29, 100, 29), (0.7, 10, 7), (0.5, 3, 1), (0, 4, 0), (1, 4, 4)])
+def test_exactly_the_floor_of_rate_times_columns_is_drawn_in_each_row(rate, columns, count):
+    n = 400
+    view = corrupt(marked(n, columns), CorruptionPolicy(rate), generator())
+    changed = (view != marked(n, columns)).sum(1)
+    assert changed.max() <= count and abs(changed.double().mean() - count*(1 - 1/n)) < 5*math.sqrt(count/n/n) + 1e-9   # a value drawn from its own row, chance 1/n, shows no change
+
+
+def test_columns_and_sources_are_drawn_equally_often():
+    n, m, rounds = 20, 5, 2000
+    g = generator()
+    hits, sources = torch.zeros(m), torch.zeros(n, n)
+    for _ in range(rounds):
+        view = corrupt(marked(n, m), CorruptionPolicy(0.4), g)
+        hits += (view != marked(n, m)).double().mean(0)
+        sources[torch.arange(n), view[:, 0].long()] += (view[:, 0] != torch.arange(n)).double()
+    share, error = 0.4*(1 - 1/n), math.sqrt(0.24/rounds)                            # rows within a batch are dependent: one independent draw a batch, at least
+    assert (hits/rounds - share).abs().max() < 5*error
+    p = 0.4/n
+    off = ~torch.eye(n, dtype=torch.bool)
+    assert (sources[off]/rounds - p).abs().max() < 5*math.sqrt(p*(1 - p)/rounds)
+
+
+def test_groups_move_together_and_values_stay_in_their_column():
+    frame = pd.DataFrame({'x': np.arange(50.0), 'c': list('abcde')*10, 'y': [None, *range(49)]})
+    encoder = TableEncoder().fit(frame)
+    rows = encoder.transform(frame)
+    policy = policy_for(TableData(rows, torch.zeros(50).long(), ('u',), 't', 'train', frame, encoder))
+    assert policy == CorruptionPolicy(0.6, (0, 1, 1, 1, 1, 1, 2, 2), False)
+    whole = {g: {tuple(r) for r in rows[:, encoder.groups == g].tolist()} for g in range(3)}
+    for seed in range(20):
+        view = corrupt(rows, policy, generator(seed))
+        for g in range(3): assert {tuple(r) for r in view[:, encoder.groups == g].tolist()} <= whole[g]
+        assert (view[:, 1:6].sum(1) == 1).all()                                    # still one-hot
+    alone = corrupt(rows, CorruptionPolicy(0.6), generator())
+    assert (alone[:, 1:6].sum(1) != 1).any()                                       # which single columns would not keep
+
+
+def test_a_full_corruption_keeps_every_columns_values():
+    rows = torch.randn(64, 9, generator=generator(), dtype=torch.float64)
+    view = corrupt(rows, CorruptionPolicy(1), generator(1))
+    assert torch.equal(view.sort(0).values, rows.sort(0).values) and view.dtype == rows.dtype and not torch.equal(view, rows)
+    assert torch.equal(corrupt(rows.T.contiguous().T, CorruptionPolicy(0.6), generator(1)), corrupt(rows, CorruptionPolicy(0.6), generator(1)))
+
+
+def test_views_of_rows_repeat_with_the_seed_and_one_stays_clean():
+    data = load_table('breast_cancer', limit=60)
+    policy, before = policy_for(data), torch.get_rng_state()
+    (a, b), (c, d) = two_views(data.values, policy, 5), two_views(data.values, policy, 6)
+    assert torch.equal(a, data.values) and torch.equal(c, data.values) and torch.equal(b, two_views(data.values, policy, 5)[1]) and not torch.equal(b, d)
+    e, f = two_views(data.values, dataclasses.replace(policy, both=True), 5)
+    assert not torch.equal(e, data.values) and not torch.equal(e, f)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize('error, match, change', [(ValueError, 'rate', dict(rate=1.1)), (ValueError, 'rate', dict(rate=-0.1)), (TypeError, 'rate', dict(rate='0.6')), (TypeError, 'both', dict(both=1)),
+    (ValueError, 'every number from 0', dict(groups=(0, 2))), (ValueError, 'every number from 0', dict(groups=())), (ValueError, 'every number from 0', dict(groups=(-1, 0)))])
+def test_corruption_policies_out_of_range_name_the_field(error, match, change):
+    with pytest.raises(error, match=match): CorruptionPolicy(**change)
+
+
+@pytest.mark.parametrize('match, rows', [('at least 2 row', torch.zeros(1, 3)), (r'\(n, 3\); got \(4, 2\)', torch.zeros(4, 2)), ('finite', torch.full((4, 3), float('nan')))])
+def test_corrupt_refuses(match, rows):
+    with pytest.raises(ValueError, match=match): corrupt(rows, CorruptionPolicy(groups=(0, 1, 1)), generator())
+
+
+def test_policy_for_a_stream_is_that_of_its_images(tmp_path):
+    from lab_fixtures import patch, save
+    save(patch(0), tmp_path/'c'/'0.png')
+    def stream(channels, side): return ImageStream([tmp_path/'c'/'0.png'], torch.tensor([0]), ('c',), 'photos', 'train', channels, side)
+    def memory(channels, side): return ImageData(torch.zeros(1, channels, side, side), torch.tensor([0]), ('c',), 'photos', 'train')
+    for shape in ((3, 32), (3, 224), (1, 96)): assert policy_for(stream(*shape)) == policy_for(memory(*shape))
 
 
 def test_policy_is_frozen_and_survives_json():
