@@ -86,7 +86,7 @@ def test_defaults_are_the_objectives_own_with_the_stated_exceptions():
     assert objectives == {"peira": PEIRA(), "vicreg": VICReg.as_released(8), "barlow_twins": BarlowTwins(), "spectral": SpectralContrastive(), "simclr": SimCLR(), "byol": BYOL(), "simsiam": SimSiam(),
                           "sigreg": SIGReg(weight=0.05, n_directions=256)}
     peira = build_method("peira", 8)
-    assert (peira.rate, peira.previous) == (0.3, True)
+    assert (peira.rate, peira.previous) == (PEIRALoss(8).rate, False)
 
 @pytest.mark.parametrize("name, options, message", [
     ("bralow", {}, "method must be one of 'peira', 'vicreg', 'barlow_twins'"), ("peira", {"rat": 0.1}, "ridge, rate, center, carry; got 'rat'"),
@@ -138,7 +138,7 @@ def test_directions_are_new_in_each_step_and_the_same_in_a_resumed_run():
 
 def test_peira_carries_its_statistics_only_if_asked():
     now, before = views(), tuple(0.5 * z for z in views())
-    carried, plain = build_method("peira", 5), build_method("peira", 5, carry=False)
+    carried, plain = build_method("peira", 5, rate=0.3, carry=True), build_method("peira", 5, rate=0.3)
     for method in (carried, plain): method(*before, None)
     carried(*now, before); plain(*now, None)
     wanted = build_method("peira", 5)

@@ -54,7 +54,7 @@ def stop_at(monkeypatch, batch, error=KeyboardInterrupt):
 
 # resuming ------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("options", [{}, {"method_options": {"center": True, "rate": 0.1, "carry": False}}, {"method": "barlow_twins"}, {"method": "byol"}, {"method": "sigreg", "optimizer": "lars"},
+@pytest.mark.parametrize("options", [{}, {"method_options": {"center": True, "rate": 0.1}}, {"method_options": {"rate": 0.3, "carry": True}}, {"method": "barlow_twins"}, {"method": "byol"}, {"method": "sigreg", "optimizer": "lars"},
                                      {"autocast": True}, {"accumulate": 4, "clip_from": 3}], ids=str)
 def test_a_resumed_run_equals_a_straight_one_bit_for_bit(tmp_path, monkeypatch, options):
     straight = tiny(out=tmp_path/"straight", **options)
@@ -434,7 +434,7 @@ def test_a_teacher_follows_the_network_after_each_step():
     assert run.modules["method"].teacher > 0.9 and not any(p.requires_grad for p in run.modules["companion"].parameters())
 
 def test_the_previous_network_is_one_step_behind_and_a_skipped_step_leaves_it():
-    run = new_run()
+    run = new_run(method_options={"carry": True})
     for step in range(2):
         before = parameters(run.modules["encoder"], run.modules["projector"])
         run.step([DIGITS.images[:32]], [step])
@@ -445,8 +445,8 @@ def test_the_previous_network_is_one_step_behind_and_a_skipped_step_leaves_it():
     assert same(before, parameters(*run.modules["companion"]))
 
 def test_methods_without_need_have_no_companion():
-    assert all(("companion" in new_run(method=name).modules) == (name in ("peira", "byol")) for name in methods.METHODS)
-    assert "companion" not in new_run(method_options={"carry": False}).modules
+    assert all(("companion" in new_run(method=name).modules) == (name == "byol") for name in methods.METHODS)
+    assert "companion" in new_run(method_options={"carry": True}).modules
 
 @pytest.mark.parametrize("method", methods.METHODS)
 def test_every_method_trains_and_ends_finite(method):

@@ -20,7 +20,7 @@ from .encoders import Predictor
 from ..objectives import BYOL, VICReg, BarlowTwins, PEIRALoss, SIGReg, SimCLR, SimSiam, SpectralContrastive
 from ..objectives.base import Objective, batch_views
 
-# %% ../../nbs/lab/40_methods.ipynb #1f81b8a6
+# %% ../../nbs/lab/40_methods.ipynb #c2641c41
 class Method(nn.Module):
     "How a network is trained on two views; subclasses add `objective`, `Sigma`, `N` and `forward(z_a, z_b, targets=None)`."
     teacher: float|None = None # momentum of a teacher at this moment, in [0, 1]; None = no teacher
@@ -32,6 +32,7 @@ class Method(nn.Module):
     ):
         "Set whatever follows a schedule, from the two arguments alone."
 
+# %% ../../nbs/lab/40_methods.ipynb #0a69d398
 class ObjectiveMethod(Method):
     "An `Objective` as a training loss; buffers `Sigma` and `N` hold the centred statistics of the last training batch."
     def __init__(self,
@@ -89,15 +90,15 @@ class Sketching(ObjectiveMethod):
         "The step's number is the seed."
         self.objective = replace(self.objective, seed=step)
 
-# %% ../../nbs/lab/40_methods.ipynb #04bcecf4
+# %% ../../nbs/lab/40_methods.ipynb #2c737955
 class PEIRAMethod(PEIRALoss, Method):
-    "`PEIRALoss` in a training loop; with `carry`, averages follow the network without lag."
+    "`PEIRALoss` in a training loop; with `carry`, its averages follow the network without lag."
     def __init__(self,
         dim: int, # k, width of the embeddings
         ridge: float = 0.1, # lambda
-        rate: float = 0.3, # eta, weight of the newest batch
+        rate: float = 1.0, # eta, weight of the newest batch
         center: bool = False, # covariances in place of uncentred moments
-        carry: bool = True, # show the loss each batch as embedded before the last step; False is the paper's plain average
+        carry: bool = False, # show the loss each batch as embedded before the last step, too; of use with a rate below 1
     ):
         super().__init__(dim, ridge, rate, center)
         self.previous = check_choice(carry, "carry", [True, False])
@@ -106,8 +107,8 @@ class PEIRAMethod(PEIRALoss, Method):
         "$E$ at the running statistics; `targets` are the embeddings by the network one step ago, if `carry`."
         return super().forward(z_a, z_b, targets)
 
-# %% ../../nbs/lab/40_methods.ipynb #e6a68c58
-def peira(dim: int, ridge: float=0.1, rate: float=0.3, center: bool=False, carry: bool=True) -> PEIRAMethod:
+# %% ../../nbs/lab/40_methods.ipynb #666878ea
+def peira(dim: int, ridge: float=0.1, rate: float=1.0, center: bool=False, carry: bool=False) -> PEIRAMethod:
     "PEIRA (arXiv 2605.17671); see `PEIRAMethod` for the options."
     return PEIRAMethod(dim, ridge, rate, center, carry)
 

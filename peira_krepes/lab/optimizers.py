@@ -35,7 +35,7 @@ def parameter_groups(
     return [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay, "adapt": True},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "adapt": False}]
 
-# %% ../../nbs/lab/42_optimizers.ipynb #dd609247
+# %% ../../nbs/lab/42_optimizers.ipynb #624e71f5
 class LARS(torch.optim.Optimizer):
     """Momentum with each adapted tensor's step scaled to the tensor's norm; groups with `adapt=False` take plain steps.
 
@@ -67,6 +67,7 @@ class LARS(torch.optim.Optimizer):
                 p.sub_(m, alpha=group["lr"])
         return loss
 
+# %% ../../nbs/lab/42_optimizers.ipynb #b2bede5e
 def trust_ratio(w: Tensor, g: Tensor, weight_decay: float, trust: float) -> Tensor: # scalar, on the device of w: no waiting for it
     "$\\eta\\|w\\|/(\\|g\\|+\\beta\\|w\\|)$; 1 where either norm is zero."
     size, slope = torch.linalg.vector_norm(w), torch.linalg.vector_norm(g)

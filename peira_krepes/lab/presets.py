@@ -9,7 +9,7 @@ __all__ = ['PAPER', 'PRESETS', 'preset']
 from ..core.checks import check_choice
 from .policies import POLICIES
 
-# %% ../../nbs/lab/46_presets.ipynb #11548b39
+# %% ../../nbs/lab/46_presets.ipynb #36420027
 def _cifar(method, **options):
     return dict(method=method, encoder="resnet18", epochs=1000, batch_size=256, dim=2048, hidden=2048, optimizer="lars", learning_rate=0.3, weight_decay=1e-4, warmup=0.01,
                 clip=1.0, clip_from=4, method_options=options, policy=POLICIES["simclr_cifar"])
@@ -18,13 +18,13 @@ def _imagenet(method, **options):
     return dict(method=method, encoder="resnet50", epochs=100, batch_size=2048, dim=8192, hidden=8192, optimizer="lars", learning_rate=0.2 * 2048 / 256, weight_decay=1e-6, warmup=0.1,
                 clip=1.0, clip_from=4, method_options=options, policy=POLICIES["byol_imagenet"], workers=8)
 
-PAPER = dict(ridge=0.1, rate=0.05, carry=False) # PEIRA as published: plain averages
+PAPER = dict(ridge=0.1, rate=0.05) # PEIRA as published: plain averages
 
 PRESETS = {
     "peira-cifar10": _cifar("peira", **PAPER), "peira-imagenet": _imagenet("peira", **PAPER),
     "vicreg-cifar10": _cifar("vicreg"), "vicreg-imagenet": _imagenet("vicreg"),
     "barlow_twins-cifar10": _cifar("barlow_twins"), "barlow_twins-imagenet": _imagenet("barlow_twins"),
-    "small": dict(method="peira", encoder="conv", epochs=20, batch_size=256, dim=128, hidden=512, optimizer="adamw", learning_rate=1e-3, encoder_options={"dim": 128}),
+    "small": dict(method="peira", encoder="conv", epochs=20, batch_size=256, dim=128, hidden=512, optimizer="adamw", learning_rate=3e-3, encoder_options={"dim": 128}),
 } # name -> arguments of `pretrain`
 
 def preset(

@@ -76,16 +76,16 @@ def curvature(self: PEIRA,
     gradient = M_A @ (left(P) + ridge * torch.eye(len(N)).to(N)) - right(S_A)
     return Curvature(ridge / 2 * N.trace() - P.trace() / 2, gradient, ggn)
 
-# %% ../../nbs/objectives/10_peira.ipynb #77f6f17f
+# %% ../../nbs/objectives/10_peira.ipynb #19ccb812
 class PEIRALoss(nn.Module):
     """PEIRA as a training loss: `loss(z_a, z_b)` has the value of $E$ at the running statistics and the gradient of the auxiliary loss.
 
-    Statistics update in training mode only, even under `no_grad`; all state is in `state_dict`, in float64. Defaults: ridge and rate are ours, uncentred is the paper's.
+    Statistics update in training mode only, even under `no_grad`; all state is in `state_dict`, in float64. Defaults: ridge is ours, rate follows the experiment on short budgets, uncentred is the paper's.
     `ValueError` for parameters out of range. arXiv 2605.17671, the moving-average update with frozen P and Q; added: the correction of the zero start, and `center`."""
     def __init__(self,
         dim: int, # k, features of an embedding
         ridge: float = 0.1, # lambda, larger than 0
-        rate: float = 0.05, # eta in (0,1], weight of the newest batch; 1 forgets all earlier ones
+        rate: float = 1.0, # eta in (0,1], weight of the newest batch; 1, this batch alone, cannot lag
         center: bool = False, # covariances in place of uncentred moments
     ):
         super().__init__()
