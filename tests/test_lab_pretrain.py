@@ -335,6 +335,16 @@ def test_a_file_in_the_place_of_the_folder_is_refused_before_training(tmp_path, 
     (tmp_path/"run").write_text("")
     with pytest.raises(FileExistsError): tiny(out=tmp_path/"run")
 
+def test_data_by_name_take_options_and_tables_are_known_by_their_names(tmp_path):
+    import pandas as pd
+    few = pretrain("digits", data_options={"limit": 40}, **{**TINY, "epochs": 1})
+    assert few.settings["data"] == load_images("digits", limit=40).checksum
+    g = np.random.default_rng(0)
+    pd.DataFrame({"x": g.normal(size=90), "y": g.choice(["no", "yes"], 90)}).to_csv(tmp_path/"people.csv", index=False)
+    run = pretrain(str(tmp_path/"people.csv"), data_options={"target": "y"}, epochs=1, batch_size=32, dim=2, hidden=8)
+    assert run.settings["encoder"] == "table"
+    with pytest.raises(TypeError, match="data_options"): tiny(data_options={"limit": 40})
+
 def test_bad_data_are_refused():
     with pytest.raises(TypeError, match="data must be an ImageData"): pretrain(DIGITS.images, **TINY)
     with pytest.raises(ValueError, match="samples in data"): pretrain(DIGITS.subset([0]), **TINY)

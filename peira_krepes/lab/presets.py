@@ -9,14 +9,14 @@ __all__ = ['PAPER', 'PRESETS', 'preset']
 from ..core.checks import check_choice
 from .policies import POLICIES
 
-# %% ../../nbs/lab/46_presets.ipynb #36420027
+# %% ../../nbs/lab/46_presets.ipynb #01719212
 def _cifar(method, **options):
     return dict(method=method, encoder="resnet18", epochs=1000, batch_size=256, dim=2048, hidden=2048, optimizer="lars", learning_rate=0.3, weight_decay=1e-4, warmup=0.01,
                 clip=1.0, clip_from=4, method_options=options, policy=POLICIES["simclr_cifar"])
 
 def _imagenet(method, **options):
     return dict(method=method, encoder="resnet50", epochs=100, batch_size=2048, dim=8192, hidden=8192, optimizer="lars", learning_rate=0.2 * 2048 / 256, weight_decay=1e-6, warmup=0.1,
-                clip=1.0, clip_from=4, method_options=options, policy=POLICIES["byol_imagenet"], workers=8)
+                clip=1.0, clip_from=4, method_options=options, policy=POLICIES["byol_imagenet"], data_options={"image_size": 224}, workers=8)
 
 PAPER = dict(ridge=0.1, rate=0.05) # PEIRA as published: plain averages
 
