@@ -6,7 +6,7 @@ import numpy as np, pytest, torch
 from torch import nn
 
 from oracles import energy_by_inverse
-from peira_krepes.lab import methods, pretrain as door, training
+from peira_krepes.lab import data, methods, pretrain as door, training
 from peira_krepes.lab.data import ImageData, load_images
 from peira_krepes.lab.methods import ObjectiveMethod, statistics
 from peira_krepes.lab.pretrain import main, parser, pretrain
@@ -508,11 +508,20 @@ def test_presets_are_arguments_of_pretrain_and_the_command_line_prints_them(caps
     with pytest.raises(SystemExit): main(["--dataset", "digits", "--preset", "piera"])
 
 @pytest.mark.parametrize("name", ["peira-cifar10", "vicreg-cifar10", "barlow_twins-cifar10"])
-def test_a_papers_preset_runs_on_a_few_images_of_the_right_kind(name):
-    "The recipe as published but for its length and widths: LARS, warm-up, clipping from epoch 4, the CIFAR views, ResNet-18 with the stem for small images."
+def test_a_papers_cifar_preset_runs_on_cifars_file_format(name, tmp_path, monkeypatch):
+    "The recipe as published but for its length and widths, from files as CIFAR-10 comes in."
+    from lab_fixtures import CIFAR10Fixture, write_cifar
     from peira_krepes.lab.presets import preset
-    images = torch.rand(12, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    data = ImageData(images, torch.arange(12) % 2, ("a", "b"), "few", "train")
-    run = pretrain(data, **preset(name, epochs=1, batch_size=12, dim=8, hidden=16))
-    assert run.encoder(images).shape == (12, 512) and run.settings["optimizer"] == "lars" and run.settings["clip_from"] == 4
+    write_cifar(tmp_path, CIFAR10Fixture, monkeypatch)
+    monkeypatch.setitem(data.TORCHVISION, "cifar10", CIFAR10Fixture)
+    run = pretrain("cifar10", **preset(name, epochs=1, batch_size=10, dim=8, hidden=16, data_options={"root": tmp_path}))
+    assert run.encoder(torch.rand(2, 3, 32, 32)).shape == (2, 512) and run.settings["optimizer"] == "lars" and run.settings["clip_from"] == 4
     assert math.isfinite(run.history[0]["energy"]) and not run.history[0]["skipped_steps"]
+
+@pytest.mark.parametrize("name", ["peira-imagenet", *(pytest.param(f"{m}-imagenet", marks=pytest.mark.slow) for m in ("vicreg", "barlow_twins"))])
+def test_a_papers_imagenet_preset_runs_on_imagenets_file_layout(name, tmp_path):
+    from lab_fixtures import write_imagenet
+    from peira_krepes.lab.presets import preset
+    write_imagenet(tmp_path)
+    run = pretrain("imagenet", **preset(name, epochs=1, batch_size=4, dim=8, hidden=16, workers=1, data_options={"root": tmp_path, "image_size": 96, "stream": True}))
+    assert run.encoder(torch.rand(2, 3, 96, 96)).shape == (2, 2048) and math.isfinite(run.history[0]["energy"]) and not run.history[0]["skipped_steps"]
