@@ -203,3 +203,17 @@ def test_all_reduce_without_a_group_is_the_identity():
     assert "RANK" not in os.environ or not dist.is_initialized()
     m = TwoViewMoments.from_features(*views(4))
     assert m.all_reduce() is m
+
+
+def test_the_constructor_wants_tensors_of_one_precision():
+    z, e = torch.zeros(3), torch.eye(3)
+    for arguments, error, words in (((5, [0.0] * 3, z, e, e, e), TypeError, "mean_a must be a floating tensor"), ((5, z, None, e, e, e), TypeError, "mean_b"), ((5, z, z, e, e.long(), e), TypeError, "S_bb"),
+                                    ((5, z, z, e, e, e.double()), ValueError, "S_ab must share dtype"), ((5, z[0], z, e, e, e), ValueError, r"mean_a must have shape \(d,\)"), ((5, e, z, e, e, e), ValueError, "mean_a must have shape")):
+        with pytest.raises(error, match=words): TwoViewMoments(*arguments)
+
+
+def test_projecting_under_autocast_keeps_the_precision():
+    a, b = (torch.randn(30, 3, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    m, A = TwoViewMoments.from_features(a, b, dtype=torch.float32), torch.randn(3, 2, generator=torch.Generator().manual_seed(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16): found = m.project(A)
+    assert found.S_ab.dtype == torch.float32 and torch.equal(found.S_ab, m.project(A).S_ab)

@@ -163,3 +163,10 @@ def test_a_refusal_is_raised_as_it_came():
     def slip(): raise KeyError("not a refusal")
     with pytest.raises(KeyError): refuse_together(slip, None)
     assert refuse_together(lambda: 7, None) == 7
+
+
+def test_a_direction_must_be_a_tensor_of_the_right_shape():
+    A = torch.zeros(3, 2, dtype=torch.float64)
+    assert direction(torch.ones(3, 2), A).dtype == torch.float64
+    with pytest.raises(TypeError, match="D must be a tensor"): direction([[1.0, 2.0]] * 3, A)
+    with pytest.raises(ValueError, match="shape of A"): direction(torch.ones(2, 3), A)

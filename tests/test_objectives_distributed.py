@@ -86,7 +86,8 @@ def refusals(rank):
     for attempt in (lambda: loss(bad, z_b), lambda: PEIRA().loss(bad, z_b), lambda: BarlowTwins().loss(z_a[:1] if rank == 1 else z_a, z_b[:1] if rank == 1 else z_b),
                     lambda: loss(z_a * (1e200 if rank == 1 else 1), z_b),
                     lambda: SimCLR().loss(bad, z_b), lambda: BYOL().loss(z_a, z_b, (z_a, bad)), lambda: SimSiam().loss(z_a, z_b, (z_a, z_b)[:2 - rank]),
-                    lambda: BYOL(False).loss(z_a, z_b, (z_a, z_b * (1e200 if rank == 1 else 1)))):
+                    lambda: BYOL(False).loss(z_a, z_b, (z_a, z_b * (1e200 if rank == 1 else 1))),
+                    lambda: loss(*(z[:, :3 - rank] for z in (z_a, z_b))), lambda: loss(z_a, z_b, previous=(z_a[:5 - rank], z_b))):
         try: attempt()
         except (TypeError, ValueError, FloatingPointError) as e: said.append(str(e))
         else: said.append("")
@@ -155,5 +156,6 @@ def test_a_bad_batch_of_one_process_is_refused_by_all(two_processes):
     for message in said_0[:3]: assert "other process" in message
     for message in (said_0[3], said_1[3], said_0[7], said_1[7]): assert "overflow" in message
     assert "z_a" in said_1[4] and "row 2" in said_1[4] and "targets[1]" in said_1[5] and "row 2" in said_1[5] and "must be a pair" in said_1[6]
-    for message in said_0[4:7]: assert "other process" in message
+    for message in said_0[4:7] + said_0[8:10]: assert "other process" in message
+    assert "must have 3 columns" in said_1[8] and "previous[0]" in said_1[9]
     assert weight_0 == weight_1 == 0 and value_0 == value_1

@@ -500,8 +500,10 @@ def test_previous_embeddings_are_checked_like_views_and_leave_the_state():
     state = {k: v.clone() for k, v in loss.state_dict().items()}
     broken = before[0].clone()
     broken[2, 1] = float("nan")
-    for bad, error in (((broken, before[1]), "row 2"), ((before[0][:5], before[1][:5]), "same rows"), ((before[0][:, :2], before[1][:, :2]), "same rows"), ((before[0], before[1][:5]), "same shape")):
+    for bad, error in (((broken, before[1]), r"previous\[0\] must be finite.*row 2"), ((before[0][:5], before[1][:5]), r"previous\[0\] must have shape"), ((before[0][:, :2], before[1][:, :2]), r"previous\[0\] must have shape"), ((before[0], before[1][:5]), r"previous\[1\] must have shape")):
         with pytest.raises(ValueError, match=error): loss(*now, previous=bad)
+    for bad in (before[0], before[:1], 3):
+        with pytest.raises(TypeError, match="previous must be a pair"): loss(*now, previous=bad)
     with pytest.raises(FloatingPointError, match="overflow"): loss(*now, previous=tuple(1e200 * z for z in before))
     assert all(torch.equal(v, state[k]) for k, v in loss.state_dict().items())
 
@@ -518,3 +520,26 @@ def test_the_gradient_with_carried_statistics_is_the_auxiliary_losses(center):
     inner = Q @ loss.Sigma @ Q + 0.2 * torch.eye(3).double()
     auxiliary = (-(x @ Q * y).sum() + (x @ inner * x).sum() / 2 + (y @ inner * y).sum() / 2) / len(u)
     for g, e in zip(got, torch.autograd.grad(auxiliary, (u, v))): torch.testing.assert_close(g, e, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("center", [False, True])
+def test_statistics_made_in_inference_mode_can_be_loaded_into_and_trained_with(center):
+    loss, plain, other = PEIRALoss(3, rate=0.3, center=center), PEIRALoss(3, rate=0.3, center=center), PEIRALoss(3, rate=0.3, center=center)
+    z_a, z_b = paired(20, 3)
+    with torch.inference_mode(): value = loss(z_a, z_b)
+    assert torch.equal(value, plain(z_a, z_b)) and torch.equal(loss.N, plain.N)
+    other(z_b, z_a + 1)
+    loss.load_state_dict(other.state_dict())
+    assert torch.equal(loss.N, other.N)
+    with torch.inference_mode(): seen = z_a.clone()
+    loss(seen, z_b); other(z_a, z_b)
+    assert torch.equal(loss.Sigma, other.Sigma)
+    u = z_a.clone().requires_grad_()
+    loss(u, z_b).backward()
+    assert u.grad.isfinite().all() and u.grad.norm() > 0
+
+
+def test_previous_embeddings_may_come_in_another_precision():
+    loss, twin, (now, before) = PEIRALoss(3), PEIRALoss(3), drifting()[0]
+    before = tuple(z.bfloat16() for z in before)
+    assert torch.equal(loss(*now, previous=before), twin(*now, previous=tuple(z.to(now[0].dtype) for z in before))) and torch.equal(loss.N, twin.N)

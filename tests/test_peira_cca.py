@@ -295,3 +295,35 @@ def test_gaussian_refusals():
         with pytest.raises(error, match="rho"): GaussianPair(rho)
     with pytest.raises(ValueError, match="n_modes"): GaussianPair(0.5).canonical_correlations(0)
     with pytest.raises(ValueError, match="finite"): GaussianPair(0.5).modes(torch.tensor([float("nan")]), 2)
+
+
+def test_samples_skip_cells_of_probability_zero_and_tables_may_be_large():
+    sparse = JointTable([[0.5, 0.0, 0.0], [0.0, 0.0, 0.25], [0.0, 0.25, 0.0]])
+    x, y = sparse.sample(20_000)
+    assert x.dtype == y.dtype == torch.int64 and (sparse.pi[x, y] > 0).all() and len(torch.unique(3 * x + y)) == 3
+    n, cells = 20_000, 2**13 # 2^25 cells altogether, and a law that is easy to check: Y is X or the state beside it
+    wide = torch.zeros(cells // 2, cells, dtype=torch.float32)
+    rows = torch.arange(cells // 2)
+    wide[rows, 2 * rows], wide[rows, 2 * rows + 1] = 0.75 * 2 / cells, 0.25 * 2 / cells
+    x, y = JointTable(wide).sample(n, seed=1)
+    assert torch.equal(y // 2, x) and abs((y % 2).double().mean() - 0.25) < 5 * (0.75 * 0.25 / n) ** 0.5
+    assert abs(x.double().mean() / (cells // 2) - 0.5) < 5 / (12 * n) ** 0.5
+
+
+def test_linear_correlations_at_any_scale():
+    z_a, z_b = features()
+    torch.testing.assert_close(sample_correlations(1e250 * z_a, 1e-250 * z_b), sample_correlations(z_a, z_b), rtol=0, atol=1e-10)
+
+
+def test_tied_centring_is_about_the_pooled_mean():
+    "With different marginals the moments centred view by view differ from it by half the outer product of the means' difference."
+    table, U = random_table(4, 4, seed=8), torch.randn(4, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    W, a, b = table.stack(U), table.p @ U, table.q @ U
+    each = U.T @ (table.pi + table.pi.T) @ U - torch.outer(a, b) - torch.outer(b, a)
+    assert (a - b).norm() > 0.01
+    torch.testing.assert_close(W.T @ table.operator(tied=True) @ W, each - torch.outer(a - b, a - b) / 2, rtol=0, atol=1e-12)
+
+
+def test_modes_want_a_list():
+    for x in (1.0, torch.zeros(3, 2)):
+        with pytest.raises(ValueError, match="x must be a list of numbers"): GaussianPair(0.5).modes(x, 2)

@@ -199,3 +199,13 @@ def test_inertia_refuses():
     with pytest.raises(ValueError, match="tol"): hessian_inertia([0.8, 0.5], 0.2, (0,), 1, tol=-1)
     with pytest.raises(ValueError, match="ridge"): hessian_inertia([0.8, 0.5], 0, (0,), 1)
     with pytest.raises(ValueError, match="above ridge"): hessian_inertia([0.8, 0.01], 0.2, (1,), 1)
+
+
+def test_arrays_are_taken_and_lists_of_modes_wanted():
+    B, ridge, k = CASES[0]
+    ours, theirs = critical_points(B, ridge, k), critical_points(B.numpy(), ridge, k)
+    assert [c.modes for c in ours] == [c.modes for c in theirs] and torch.equal(ours[0].W, theirs[0].W)
+    assert is_strict_saddle(ours[-1].W.numpy(), B.numpy(), ridge) and not is_strict_saddle(ours[0].W.numpy(), B.numpy(), ridge)
+    with pytest.raises(TypeError, match="B must be a floating tensor"): critical_points(B.tolist(), ridge, k)
+    for modes in (0, None):
+        with pytest.raises(TypeError, match="modes must be a list"): hessian_spectrum([0.5], 0.1, modes, 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from oracles import distillation_jacobian, principal_angles_by_projection
+from peira_krepes.peira import dynamics
 from peira_krepes.peira.critical_points import critical_points, is_strict_saddle
 from peira_krepes.peira.dynamics import canonical_angles, distillation_fixed_points, distillation_rates, peira_flow, self_distillation_flow
 from peira_krepes.peira.energy import energy, gradient, minimum_energy
@@ -188,3 +189,27 @@ def test_more_refusals():
                         (lambda: distillation_rates([0.8, 0.3], 0.2, 0.05, (1,), 1), "2 sqrt"), (lambda: distillation_rates([0.8, 0.5], 0.2, 0.05, (0, 1), 1), "at most dim"), (lambda: distillation_rates([0.8], 0.2, 0, (0,), 1), "decay"),
                         (lambda: distillation_rates([0.8, 0.7], 0.2, 0.05, (0,), 1, (1,)), "separatrix"), (lambda: distillation_rates([0.8], 0.2, 0.05, (3,), 1), "modes must lie")):
         with pytest.raises(ValueError, match=words): call()
+
+
+def test_rates_check_all_they_are_given():
+    for call, words in ((lambda: distillation_rates([0.8], -1, 0.05, (), 1), "ridge"), (lambda: distillation_rates([], 0.2, 0.05, (), 1), "eigenvalues"),
+                        (lambda: distillation_rates([0.8, float("nan")], 0.2, 0.05, (0,), 1), "eigenvalues"), (lambda: distillation_rates(torch.ones(2, 2), 0.2, 0.05, (), 1), "eigenvalues"),
+                        (lambda: canonical_angles(torch.zeros(0, 3, 2, dtype=torch.float64), TIED, 1), "W must have shape")):
+        with pytest.raises(ValueError, match=words): call()
+    given = [0.8, 0.5], 0.2, 0.05, (0, 1), 2
+    assert torch.equal(distillation_rates(*given, separatrix=torch.tensor([1])), distillation_rates(*given, separatrix=(1,)))
+
+
+def test_arrays_are_taken():
+    W = start(3, 2, 0)
+    assert torch.equal(peira_flow(W.numpy(), TIED.numpy(), 0.2, 1.0).W, peira_flow(W, TIED, 0.2, 1.0).W)
+    assert torch.equal(canonical_angles(W.numpy(), TIED.numpy(), 1), canonical_angles(W, TIED, 1))
+
+
+def test_a_flow_that_takes_too_long_is_given_up(monkeypatch):
+    W = start(3, 2, 0)
+    monkeypatch.setattr(dynamics, "_MOST_RATES", 100)
+    with pytest.raises(RuntimeError, match="in 100 evaluations.*Shorten"): peira_flow(W, TIED, 0.2, 100)
+    with pytest.raises(RuntimeError, match="in 100 evaluations"): self_distillation_flow(W, TIED, 0.2, 0.05, 100)
+    monkeypatch.undo()
+    assert peira_flow(W, TIED, 0.2, 1e6).energies[-1].isfinite()

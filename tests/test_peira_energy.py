@@ -257,3 +257,15 @@ def test_float32_agrees_to_its_precision():
     B, W = random_table(3, 4).operator(), normal(7, 2)
     assert energy(W.float(), B.float(), 0.1).dtype == torch.float32
     torch.testing.assert_close(gradient(W.float(), B.float(), 0.1).double(), gradient(W, B, 0.1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_refused(dtype):
+    B, W = random_table(2, 3).operator().to(dtype), normal(5, 2).to(dtype)
+    for call in (lambda: energy(W, B, 0.1), lambda: gradient(W, B, 0.1), lambda: auxiliary_loss(W, B, 0.1), lambda: lipschitz_constant(B, 0.1), lambda: predictor(B, B, 0.1)):
+        with pytest.raises(TypeError, match="float32 or float64"): call()
+
+
+def test_arrays_are_taken():
+    B, W = random_table(2, 3).operator(), normal(5, 2)
+    for door in (energy, gradient, auxiliary_loss): torch.testing.assert_close(door(W.numpy(), B.numpy(), 0.1), door(W, B, 0.1), rtol=0, atol=0)

@@ -146,3 +146,30 @@ def test_refusals():
                         (lambda: critical_speed([0.9], -1, 1), "ridge"), (lambda: critical_speed([float("nan")], 0.1, 1), "eigenvalues"), (lambda: rotating_wave(0.8, 0.2, 3.8), "speed"),
                         (lambda: rotating_wave(0.04, 0.2, 0.1), "eigenvalue"), (lambda: overshoot(0.9, 0.1, 0), "speed"), (lambda: overshoot(0.01, 0.1, 1), "eigenvalue"), (lambda: overshoot(0.9, 0, 1), "ridge")):
         with pytest.raises(ValueError, match=words): call()
+
+
+@pytest.mark.parametrize("ridge, share", [(0.2, 0.13), (0.1, 0.24), (0.01, 0.24), (1e-6, 0.24)])
+def test_rotation_solves_its_equations_for_small_ridges_and_far_beyond_twice_the_optimum(ridge, share):
+    b = 0.8
+    speed = share * (b / ridge - ridge)
+    s, velocity = rotating_wave(b, ridge, speed)
+    phi = np.arctan(2 * velocity / speed)
+    C, D = np.cos(phi / 2) ** 2, np.sin(phi / 2) ** 2
+    assert C / (s * C + ridge) ** 2 + D / (s * D + ridge) ** 2 == pytest.approx(1 / b, rel=1e-8)
+    assert ridge * b * s * (s + 2 * ridge) * np.cos(phi) ** 2 / ((s * C + ridge) * (s * D + ridge)) ** 2 == pytest.approx(speed, rel=1e-6)
+    assert type(s) is type(velocity) is float
+    if ridge == 0.01: assert s / (b**0.5 - ridge) == pytest.approx(22.6, abs=0.1)
+
+
+def test_rotation_of_a_small_ridge_from_the_flow():
+    "Nearly three times the optimum, where the slow limit is two."
+    share, velocity = rotating_wave(0.8, 0.1, 1.9)
+    path = slow_predictor_flow(torch.tensor([[0.01, 0.002], [0.005, -0.01]], dtype=torch.float64), diagonal(0.8, 0), 0.1, 1.9, 300).path[-21:, 0].numpy()
+    assert share > 2.9 * (0.8**0.5 - 0.1)
+    assert (path**2).sum(1) == pytest.approx(share, abs=1e-5)
+
+
+def test_rotation_within_rounding_of_its_branch_point():
+    b = 0.01 + 1e-12
+    share, velocity = rotating_wave(b, 0.1, (b / 0.1 - 0.1) * (1 - 1e-15))
+    assert abs(share - (b**0.5 - 0.1)) < 1e-13 and abs(velocity) < 1e-13

@@ -15,7 +15,7 @@ from torch import Tensor
 from .reduction import process_count, process_sum
 from .checks import check_choice, check_count, check_matrix, check_views
 
-# %% ../../nbs/core/10_moments.ipynb #0977b450
+# %% ../../nbs/core/10_moments.ipynb #547d8af7
 @dataclass(frozen=True, eq=False)
 class TwoViewMoments:
     """Row count, means and uncentred second moments of two views; what a moment objective knows of a batch.
@@ -30,6 +30,11 @@ class TwoViewMoments:
 
     def __post_init__(self):
         object.__setattr__(self, "n", check_count(self.n, "n"))
+        for name, x in zip([f.name for f in fields(self)][1:], self._tensors()):
+            if not isinstance(x, Tensor) or not x.is_floating_point(): raise TypeError(f"{name} must be a floating tensor; got {getattr(x, 'dtype', type(x).__name__)}. Build moments with from_features.")
+            if (x.dtype, x.device) != (self.mean_a.dtype, self.mean_a.device):
+                raise ValueError(f"{name} must share dtype and device with mean_a, {self.mean_a.dtype} on {self.mean_a.device}; got {x.dtype} on {x.device}. Convert it with .to(...).")
+        if self.mean_a.ndim != 1: raise ValueError(f"mean_a must have shape (d,); got {tuple(self.mean_a.shape)}. Pass one number for each feature.")
         for name, wanted in [("mean_b", (self.d,))] + [(s, (self.d, self.d)) for s in ("S_aa", "S_bb", "S_ab")]:
             if tuple(getattr(self, name).shape) != wanted:
                 raise ValueError(f"{name} must have shape {wanted} beside mean_a of length {self.d}; got {tuple(getattr(self, name).shape)}.")
@@ -112,14 +117,15 @@ def centered(self: TwoViewMoments) -> TwoViewMoments:
     a, b, zero = self.mean_a, self.mean_b, torch.zeros_like(self.mean_a)
     return TwoViewMoments(self.n, zero, zero, self.S_aa - torch.outer(a, a), self.S_bb - torch.outer(b, b), self.S_ab - torch.outer(a, b))
 
-# %% ../../nbs/core/10_moments.ipynb #beea9c5c
+# %% ../../nbs/core/10_moments.ipynb #8a227785
 @patch
 def project(self: TwoViewMoments,
     A: Tensor, # (d,h) coefficients
 ) -> TwoViewMoments:
     "Moments of $Z_a A$ and $Z_b A$, without touching the data; `A` is taken to the moments' dtype, and its graph is kept."
     A = check_matrix(A, "A", rows=self.d).to(self.S_aa)
-    return TwoViewMoments(self.n, self.mean_a @ A, self.mean_b @ A, A.T @ self.S_aa @ A, A.T @ self.S_bb @ A, A.T @ self.S_ab @ A)
+    with torch.autocast(A.device.type, enabled=False): # which would make float32 moments half precision
+        return TwoViewMoments(self.n, self.mean_a @ A, self.mean_b @ A, A.T @ self.S_aa @ A, A.T @ self.S_bb @ A, A.T @ self.S_ab @ A)
 
 @patch
 def to(self: TwoViewMoments, dtype: torch.dtype | None = None, device=None) -> TwoViewMoments:

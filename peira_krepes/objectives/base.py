@@ -87,7 +87,7 @@ class Curvature:
     gradient: Tensor # (m,h)
     ggn: Callable[[Tensor], Tensor] # (m,h) -> (m,h), linear, symmetric, positive semidefinite
 
-# %% ../../nbs/objectives/00_base.ipynb #37e2374c
+# %% ../../nbs/objectives/00_base.ipynb #faceaf24
 class MomentObjective(Objective):
     "An objective that sees the data only through the two-view moments. A subclass implements `value`, and `curvature` if KREPES is to use it."
 
@@ -115,7 +115,8 @@ def fixed_point(A, moments):
     return check_matrix(A, "A", rows=moments.d).detach().to(moments.S_aa), dataclasses.replace(moments, **tensors)
 
 def direction(D, A):
-    "A direction `D` in the dtype of `A`; `ValueError` unless it has the shape of `A`."
+    "A direction `D` in the dtype of `A`; `TypeError` unless it is a tensor, `ValueError` unless it has the shape of `A`."
+    if not isinstance(D, Tensor): raise TypeError(f"D must be a tensor; got {type(D).__name__}. Convert it with torch.as_tensor.")
     if D.shape != A.shape: raise ValueError(f"D must have the shape of A, {tuple(A.shape)}; got {tuple(D.shape)}. The product is linear in A's own coordinates.")
     return D.to(A)
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PEIRA', 'PEIRALoss']
 
-# %% ../../nbs/objectives/10_peira.ipynb #f2a31c94
+# %% ../../nbs/objectives/10_peira.ipynb #08201e3a
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,11 +13,11 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core.checks import check_choice, check_count, check_number
-from ..core.linalg import solve_spd, symmetric
+from ..core.checks import check_choice, check_count, check_matrix, check_number, check_views
+from ..core.linalg import solve_spd, symmetric, upcast
 from ..core.moments import TwoViewMoments
 from ..core.reduction import process_count
-from .base import Curvature, MomentObjective, batch_views, direction, fixed_point, overflow_message
+from .base import Curvature, MomentObjective, direction, fixed_point, overflow_message, refuse_together
 
 # %% ../../nbs/objectives/10_peira.ipynb #1668550b
 @dataclass(frozen=True)
@@ -175,7 +175,19 @@ def _energy_and_rows(x, Sigma, N, ridge):
     rows = torch.linalg.solve_triangular(L, w @ K - other_view, upper=False, left=False).add_(x, alpha=ridge)
     return ridge / 2 * N.trace() - K.trace() / 2, rows
 
-# %% ../../nbs/objectives/10_peira.ipynb #f7465935
+# %% ../../nbs/objectives/10_peira.ipynb #fc726c63
+@patch
+def _accepted(self: PEIRALoss, z_a, z_b, previous):
+    "Both views, and if given their earlier embeddings, checked and upcast; a refusal names what is at fault."
+    z_a, z_b = map(upcast, check_views(z_a, z_b))
+    if z_a.shape[1] != self.dim: raise ValueError(f"z_a and z_b must have {self.dim} columns, the dim of this PEIRALoss; got {z_a.shape[1]}. Construct it with dim={z_a.shape[1]}.")
+    if z_a.device != self.ema_N.device: raise ValueError(f"z_a and z_b must be on {self.ema_N.device}, where the statistics are; got {z_a.device}. Move the loss with .to(z_a.device).")
+    if previous is None: return z_a, z_b, None
+    if not isinstance(previous, (tuple, list)) or len(previous) != 2:
+        raise TypeError(f"previous must be a pair, this batch's views embedded by the earlier network, or None; got {type(previous).__name__}. Wrap the two in a tuple.")
+    return z_a, z_b, [check_matrix(z, f"previous[{i}]", rows=len(z_a), columns=self.dim).to(z_a) for i, z in enumerate(previous)]
+
+# %% ../../nbs/objectives/10_peira.ipynb #8a26b9a0
 @patch
 def forward(self: PEIRALoss,
     z_a: Tensor, # (n,dim) embeddings of view a, n >= 2
@@ -185,13 +197,9 @@ def forward(self: PEIRALoss,
     """$E$ at the running statistics with this batch entered; its gradient is the auxiliary loss's on this batch.
 
     `ValueError`/`TypeError` for bad views, naming the row; `FloatingPointError` on overflow. Either leaves the statistics as they were."""
-    z_a, z_b = batch_views(z_a, z_b)
-    if previous is not None:
-        previous = batch_views(*previous)
-        if previous[0].shape != z_a.shape: raise ValueError(f"previous must hold embeddings of the same rows, shape {tuple(z_a.shape)}; got {tuple(previous[0].shape)}. Embed this batch's views with the earlier network.")
-    if z_a.shape[1] != self.dim: raise ValueError(f"z_a and z_b must have {self.dim} columns, the dim of this PEIRALoss; got {z_a.shape[1]}. Construct it with dim={z_a.shape[1]}.")
-    if z_a.device != self.ema_N.device: raise ValueError(f"z_a and z_b must be on {self.ema_N.device}, where the statistics are; got {z_a.device}. Move the loss with .to(z_a.device).")
-    with torch.no_grad(), torch.autocast(z_a.device.type, enabled=False):
+    z_a, z_b, previous = refuse_together(lambda: self._accepted(z_a, z_b, previous), z_a)
+    # statistics made in inference mode could never be loaded into again
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(z_a.device.type, enabled=False):
         batch = TwoViewMoments.from_features(z_a, z_b).all_reduce()
         averages = self._entered(batch) if previous is None else self._carried(batch, TwoViewMoments.from_features(*previous).all_reduce())
         Sigma, N, *means = self._statistics(averages)

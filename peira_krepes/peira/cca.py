@@ -82,7 +82,7 @@ def operator(self: JointTable,
     T, (k_x, k_y) = self.normalized(center), self.pi.shape
     return torch.cat([torch.cat([T.new_zeros(k_x, k_x), T], 1), torch.cat([T.T, T.new_zeros(k_y, k_y)], 1)])
 
-# %% ../../nbs/peira/10_cca.ipynb #d9ca5d93
+# %% ../../nbs/peira/10_cca.ipynb #64b8807b
 @patch
 def embeddings(self: JointTable,
     W: Tensor, # (K_x+K_y,k), or (K_x,k) when tied
@@ -106,6 +106,7 @@ def stack(self: JointTable,
     V = check_matrix(V, "V", rows=len(self.q), columns=U.shape[1]).double()
     return torch.cat([self.p.sqrt()[:, None] * U, self.q.sqrt()[:, None] * V])
 
+# %% ../../nbs/peira/10_cca.ipynb #339489c5
 @patch
 def sample(self: JointTable,
     n: int, # number of draws
@@ -113,10 +114,19 @@ def sample(self: JointTable,
 ) -> tuple[Tensor, Tensor]: # (n,) and (n,)
     "`n` independent pairs of states, int64: the first view's and the second view's."
     g = torch.Generator().manual_seed(check_count(seed, "seed", low=0))
-    flat = torch.multinomial(self.pi.flatten(), check_count(n, "n"), replacement=True, generator=g)
+    edges = self.pi.flatten().cumsum(0)
+    draws = torch.rand(check_count(n, "n"), generator=g, dtype=torch.float64) * edges[-1]
+    flat = torch.searchsorted(edges, draws, right=True) # the first cell whose edge exceeds the draw, never an empty one
     return flat // self.pi.shape[1], flat % self.pi.shape[1]
 
-# %% ../../nbs/peira/10_cca.ipynb #b6bead23
+# %% ../../nbs/peira/10_cca.ipynb #caf665a1
+def _listed(x):
+    "Values of one view as a float64 list."
+    x = torch.as_tensor(x, dtype=torch.float64)
+    if x.ndim != 1: raise ValueError(f"x must be a list of numbers, shape (n,); got {tuple(x.shape)}. Pass one view's values.")
+    return x
+
+# %% ../../nbs/peira/10_cca.ipynb #0ee17552
 @dataclass(frozen=True)
 class GaussianPair:
     """Two standard normal views with correlation `rho`, strictly between -1 and 1 (`ValueError` otherwise).
@@ -138,7 +148,7 @@ class GaussianPair:
         center: bool = True, # without the constant function
     ) -> Tensor: # (n,n_modes)
         "Canonical functions at `x`: normalised Hermite polynomials of degree 1, 2, ... (from 0 if not centred), by their three-term recurrence."
-        x = check_matrix(torch.as_tensor(x, dtype=torch.float64)[:, None], "x")[:, 0]
+        x = check_matrix(_listed(x)[:, None], "x")[:, 0]
         h = [torch.ones_like(x), x]
         for k in range(1, check_count(n_modes, "n_modes") + 1): h.append((x * h[k] - k**0.5 * h[k - 1]) / (k + 1) ** 0.5)
         return torch.stack(h[int(center):int(center) + n_modes], 1)
@@ -184,10 +194,12 @@ def correlation_errors(self: JointTable,
     apart = (c[:, None] - c).abs().fill_diagonal_(torch.inf).amin(1) > 1e-9 if len(c) > 1 else c > 1
     return torch.where(apart & (c > 1e-9), errors, torch.nan)[:-1]
 
-# %% ../../nbs/peira/10_cca.ipynb #b5add674
+# %% ../../nbs/peira/10_cca.ipynb #80b52a5e
 def _span(z, center):
     "Orthonormal basis, in float64, of the columns of `z`, each brought to unit length, up to the rounding `z` came with."
     eps, z = torch.finfo(z.dtype).eps, z.detach().double()
+    top = z.abs().amax(0)
+    z = z / torch.where(top > 0, top, 1) # so that no square overflows or vanishes
     size, z = z.norm(dim=0), z - z.mean(0) if center else z
     length = z.norm(dim=0)
     z = z * torch.where(length > 10 * eps * size, 1 / length, 0.0) # a constant column, centred, is rounding and no direction

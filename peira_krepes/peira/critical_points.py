@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MAX_POINTS', 'CriticalPoint', 'critical_points', 'hessian_spectrum', 'hessian_inertia', 'is_strict_saddle']
 
-# %% ../../nbs/peira/30_critical_points.ipynb #3be5e41c
+# %% ../../nbs/peira/30_critical_points.ipynb #cbe91e25
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..core.checks import check_count, check_indices, check_number
-from .energy import gradient
+from .energy import _checked, _symmetric, gradient
 
-# %% ../../nbs/peira/30_critical_points.ipynb #49813bd6
+# %% ../../nbs/peira/30_critical_points.ipynb #864303fd
 MAX_POINTS = 20_000
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +34,8 @@ def critical_points(
     """All critical points of the energy, one per set of at most `dim` modes with eigenvalue above ridge squared; the global minimum comes first, collapse last.
 
     `ValueError` beyond 20 000 sets, and for what `energy` refuses. PEIRA, arXiv 2605.17671."""
+    B, ridge = _symmetric(B, "B"), check_number(ridge, "ridge", low=0, open_low=True)
     dim = check_count(dim, "dim", high=len(B))
-    gradient(torch.zeros(len(B), dim, dtype=B.dtype), B, ridge) # one door checks B and the ridge for all
     values, vectors = torch.linalg.eigh(B.detach().double())
     values, vectors = values.flip(0), vectors.flip(1)
     usable = int((values > ridge**2).sum())
@@ -50,7 +50,17 @@ def critical_points(
         points.append(CriticalPoint(modes, W, -(share[list(modes)] ** 2).sum().item() / 2 + 0.0))
     return sorted(points, key=lambda c: (c.energy, -len(c.modes)))
 
-# %% ../../nbs/peira/30_critical_points.ipynb #593f6010
+# %% ../../nbs/peira/30_critical_points.ipynb #5db97896
+def _modes_of(eigenvalues, modes, dim):
+    "Checked eigenvalues, (K,) float64 without a graph, and checked positions among them, (r,) int64 and possibly none."
+    b = torch.as_tensor(eigenvalues, dtype=torch.float64).detach()
+    if b.ndim != 1 or not len(b) or not torch.isfinite(b).all(): raise ValueError(f"eigenvalues must be a finite list of numbers; got {eigenvalues!r}. Pass all eigenvalues of B.")
+    try: modes = list(modes)
+    except TypeError: raise TypeError(f"modes must be a list of positions, possibly empty; got {modes!r}. Wrap a single one as [i].") from None
+    used = check_indices(modes, "modes", len(b)) if modes else torch.empty(0, dtype=torch.int64)
+    if len(used) > dim: raise ValueError(f"modes must number at most dim = {dim}; got {len(used)}. Raise dim or leave some out.")
+    return b, used
+
 def hessian_spectrum(
     eigenvalues, # (K,) all eigenvalues of B, negative ones and zeros included
     ridge: float, # lambda, positive
@@ -62,10 +72,7 @@ def hessian_spectrum(
     `critical_points` counts modes from the largest eigenvalue, so give it eigenvalues in that order to use its `modes`.
     `ValueError` if a mode's eigenvalue is not above ridge squared. PEIRA, arXiv 2605.17671."""
     lam, dim = check_number(ridge, "ridge", low=0, open_low=True), check_count(dim, "dim")
-    b = torch.as_tensor(eigenvalues, dtype=torch.float64).detach()
-    if b.ndim != 1 or not len(b) or not torch.isfinite(b).all(): raise ValueError(f"eigenvalues must be a finite list of numbers; got shape {tuple(b.shape)}.")
-    used = check_indices(list(modes), "modes", len(b)) if len(modes) else torch.empty(0, dtype=torch.int64)
-    if len(used) > dim: raise ValueError(f"modes must number at most dim = {dim}; got {len(used)}.")
+    b, used = _modes_of(eigenvalues, modes, dim)
     if (b[used] <= lam**2).any():
         raise ValueError(f"modes need eigenvalues above ridge^2 = {lam**2:.4g}; got {b[used].tolist()}. Are the eigenvalues sorted from the largest?")
     outside, t, r = b[[j for j in range(len(b)) if j not in used.tolist()]], b[used].sqrt(), len(used)
@@ -95,15 +102,16 @@ def hessian_inertia(
     zero = r * (r - 1) // 2 + r * free + sum(abs(x - y) <= tol for x in outside for y in inside) + free * sum(abs(x - ridge**2) <= tol for x in outside)
     return negative, zero, len(b) * dim - negative - zero
 
-# %% ../../nbs/peira/30_critical_points.ipynb #726f26c3
+# %% ../../nbs/peira/30_critical_points.ipynb #f4721595
 def is_strict_saddle(
     W: Tensor, # (K,k) a critical point of the energy
     B: Tensor, # (K,K) symmetric operator of the law
     ridge: float, # lambda, positive
 ) -> bool:
-    """Whether the Hessian of the energy at the critical point `W` has a strictly negative eigenvalue (below -1e-8); False means a global minimum.
+    """Whether the Hessian of the energy at the critical point `W` has a strictly negative eigenvalue (below -1e-8); False means a global minimum, up to that size.
 
     `ValueError` if `W` is not critical (gradient above 1e-6), and for what `energy` refuses. PEIRA, arXiv 2605.17671."""
+    W, B, ridge = _checked(W, B, ridge)
     size = gradient(W, B, ridge).abs().max().item()
     if size > 1e-6: raise ValueError(f"W must be a critical point; its gradient reaches {size:.1e}. Follow the flow for longer, or minimise further.")
     W, B = W.detach().double(), B.detach().double()

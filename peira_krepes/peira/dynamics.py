@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Flow', 'peira_flow', 'self_distillation_flow', 'canonical_angles', 'distillation_fixed_points', 'distillation_rates']
 
-# %% ../../nbs/peira/40_dynamics.ipynb #9487e419
+# %% ../../nbs/peira/40_dynamics.ipynb #1369cd33
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +15,11 @@ from scipy.integrate import solve_ivp
 from scipy.linalg import subspace_angles
 from torch import Tensor
 
-from ..core.checks import check_count, check_indices, check_number
-from .energy import energy, gradient, predictor
+from ..core.checks import check_count, check_number
+from .critical_points import _modes_of
+from .energy import _checked, energy, gradient, predictor
 
-# %% ../../nbs/peira/40_dynamics.ipynb #354c91c2
+# %% ../../nbs/peira/40_dynamics.ipynb #a5a0c854
 @dataclass(frozen=True, eq=False)
 class Flow:
     "A trajectory of a flow in $W$, recorded at equally spaced times."
@@ -26,18 +28,29 @@ class Flow:
     energies: Tensor # (n,) PEIRA's energy along the way
     path: Tensor # (n,K,k) the trajectory
 
+_MOST_RATES = 100_000 # evaluations of the rate before a flow is given up; those of these notebooks need some hundreds or thousands
+
+def _followed(rate, start, duration, n):
+    "Times (n,) and states (n,size) of dy/dt = rate(y), by LSODA; `RuntimeError` if it fails or takes too long."
+    times, count = np.linspace(0, duration, n), itertools.count(1)
+    def counted(_, y):
+        if next(count) > _MOST_RATES: raise RuntimeError(f"the flow could not be followed to {duration:g} in {_MOST_RATES} evaluations of its rate. Shorten the duration.")
+        return rate(y)
+    found = solve_ivp(counted, (0, duration), start, method="LSODA", t_eval=times, rtol=1e-10, atol=1e-13)
+    if not found.success or not np.isfinite(found.y).all():
+        raise RuntimeError(f"the flow could not be followed to {duration:g}: {found.message} Shorten the duration; without decay, self-distillation grows without bound.")
+    return torch.from_numpy(times), np.ascontiguousarray(found.y.T)
+
+# %% ../../nbs/peira/40_dynamics.ipynb #93b2419b
 def _integrate(field, W0, B, ridge, duration, n=201):
     "Integrate dW/dt = field(W) from W0 and record PEIRA's energy."
     duration = check_number(duration, "duration", low=0, open_low=True)
-    energy(W0, B, ridge) # the door: shapes, symmetry, ridge, finiteness
+    W0, B, ridge = _checked(W0, B, ridge)
     W0, B = W0.detach().double().cpu(), B.detach().double().cpu()
-    rate = lambda _, w: field(torch.from_numpy(w).view_as(W0), B).numpy().ravel()
-    times = np.linspace(0, duration, n)
-    found = solve_ivp(rate, (0, duration), W0.numpy().ravel(), method="LSODA", t_eval=times, rtol=1e-10, atol=1e-13)
-    if not found.success or not np.isfinite(found.y).all():
-        raise RuntimeError(f"the flow could not be followed to {duration:g}: {found.message} Shorten the duration; without decay, self-distillation grows without bound.")
-    path = torch.from_numpy(found.y.T.copy()).view(n, *W0.shape)
-    return Flow(torch.from_numpy(times), path[-1], torch.stack([energy(W, B, ridge) for W in path]), path)
+    rate = lambda w: field(torch.from_numpy(w).view_as(W0), B).numpy().ravel()
+    times, y = _followed(rate, W0.numpy().ravel(), duration, n)
+    path = torch.from_numpy(y).view(n, *W0.shape)
+    return Flow(times, path[-1], torch.stack([energy(W, B, ridge) for W in path]), path)
 
 # %% ../../nbs/peira/40_dynamics.ipynb #2f853f44
 def peira_flow(
@@ -69,7 +82,7 @@ def self_distillation_flow(
         return BW @ P - W @ P.T @ P - decay * W
     return _integrate(field, W0, B, ridge, duration)
 
-# %% ../../nbs/peira/40_dynamics.ipynb #b39a6586
+# %% ../../nbs/peira/40_dynamics.ipynb #005881cf
 def canonical_angles(
     W: Tensor, # (K,k) one stack of embeddings, or (n,K,k) a path of them
     B: Tensor, # (K,K) symmetric operator of the law
@@ -78,8 +91,8 @@ def canonical_angles(
     """Principal angles in radians, largest first, between the strongest directions of `W` and the leading canonical subspace; missing directions count as pi/2.
 
     `ValueError` if the eigenvalues at the cut tie, or for shapes that do not fit. The subspaces of PEIRA, arXiv 2605.17671."""
-    if W.ndim == 3: return torch.stack([canonical_angles(x, B, n_modes) for x in W])
-    energy(W, B, 1.0) # the door: shapes, symmetry, finiteness
+    if W.ndim == 3 and len(W): return torch.stack([canonical_angles(x, B, n_modes) for x in W])
+    W, B, _ = _checked(W, B, 1.0)
     r = check_count(n_modes, "n_modes", high=min(W.shape))
     values, vectors = np.linalg.eigh(B.detach().double().cpu().numpy())
     if r < len(values) and values[-r] - values[-r - 1] < 1e-9:
@@ -104,7 +117,7 @@ def distillation_fixed_points(
     high = (b + (b**2 - 4 * mu) ** 0.5) / 2
     return tuple((p, lam * p**2 / mu) for p in (mu / high, high)) # p_- p_+ = mu; the difference would cancel
 
-# %% ../../nbs/peira/40_dynamics.ipynb #84ce5f97
+# %% ../../nbs/peira/40_dynamics.ipynb #ef182fe5
 def distillation_rates(
     eigenvalues, # (K,) all eigenvalues of B
     ridge: float, # lambda of the predictor, positive
@@ -116,11 +129,10 @@ def distillation_rates(
     """Growth rates of small displacements of `self_distillation_flow` at a fixed point, with multiplicity; all of them are real.
 
     `ValueError` if a mode has no fixed point, b^2 <= 4 mu. PEIRA, arXiv 2605.17671, the JEPA variant it analyses; the complete list is derived here."""
-    mu, dim = check_number(decay, "decay", low=0, open_low=True), check_count(dim, "dim")
-    b = torch.as_tensor(eigenvalues, dtype=torch.float64).tolist()
-    used = check_indices(list(modes), "modes", len(b)).tolist() if len(modes) else []
-    if len(used) > dim: raise ValueError(f"modes must number at most dim = {dim}; got {len(used)}.")
-    if not set(separatrix) <= set(used): raise ValueError(f"separatrix must be part of modes {used}; got {list(separatrix)}.")
+    ridge, mu, dim = check_number(ridge, "ridge", low=0, open_low=True), check_number(decay, "decay", low=0, open_low=True), check_count(dim, "dim")
+    b, used = (x.tolist() for x in _modes_of(eigenvalues, modes, dim))
+    separatrix = [int(i) for i in separatrix]
+    if not set(separatrix) <= set(used): raise ValueError(f"separatrix must be part of modes {used}; got {separatrix}. Name positions that are in modes.")
     points = {i: distillation_fixed_points(b[i], ridge, mu) for i in used}
     for i in used:
         if not points[i]: raise ValueError(f"modes must have eigenvalues above 2 sqrt(decay) = {2 * mu**0.5:.4g}; number {i} has {b[i]:.4g} and decays to zero. Leave it out.")

@@ -12,10 +12,11 @@ from torch import Tensor
 from ..core.checks import check_count, check_matrix, check_number
 from ..core.linalg import solve_spd
 
-# %% ../../nbs/peira/20_energy.ipynb #1fed6d53
+# %% ../../nbs/peira/20_energy.ipynb #aec9bcd2
 def _symmetric(M, name):
     "A checked square symmetric matrix, with its graph."
     M = check_matrix(M, name)
+    if M.dtype not in (torch.float32, torch.float64): raise TypeError(f"{name} must be float32 or float64, which alone can be factorised; got {M.dtype}. Convert it with .double().")
     if M.shape[0] != M.shape[1]: raise ValueError(f"{name} must be square; got {tuple(M.shape)}.")
     skew, size = (M - M.T).detach().abs().max(), M.detach().abs().max()
     if skew > torch.finfo(M.dtype).eps ** 0.5 * size:
@@ -89,7 +90,7 @@ def hessian_product(
     BG, BdG = B @ G, B @ dG
     return -BdG + dG @ (W.T @ BG) + G @ (H.T @ BG + W.T @ BdG) + ridge * H
 
-# %% ../../nbs/peira/20_energy.ipynb #2c4c0a30
+# %% ../../nbs/peira/20_energy.ipynb #4468f2fe
 def auxiliary_loss(
     W: Tensor, # (K,k) weighted stack of both views' embeddings
     B: Tensor, # (K,K) symmetric operator of the law
@@ -99,8 +100,8 @@ def auxiliary_loss(
     """The quadratic a training step differentiates, with $Q$ and $P$ held fixed: the gradient of `energy` where they were frozen, but not its value.
 
     Its value there is half the inner product of `W` and the gradient, so 0 at every stationary point: report `energy`. `ValueError` as in `energy`. PEIRA, arXiv 2605.17671."""
-    W_frozen = (W if W_frozen is None else W_frozen).detach()
-    W, B, ridge, frozen = _checked(W, B, ridge, W_frozen, "W_frozen")
+    W, B, ridge, frozen = _checked(W, B, ridge, W if W_frozen is None else W_frozen, "W_frozen")
+    frozen = frozen.detach()
     G = _regressed(frozen, frozen, ridge)
     Q = _regressed(torch.eye(W.shape[1], dtype=W.dtype, device=W.device), frozen, ridge)
     return (-(W * (B @ W @ Q)).sum() + (W * (W @ (G.T @ B @ G))).sum() + ridge * (W * W).sum()) / 2
