@@ -559,3 +559,9 @@ def test_image_data_is_frozen_and_short_to_print():
 def test_image_data_refuses(error, match, change):
     data = make()
     with pytest.raises(error, match=match): make(*change(data.images, data.labels))
+
+def test_sizes_beyond_the_memory_are_refused_before_anything_is_decoded(tmp_path):
+    (tmp_path/"a").mkdir()
+    for i in range(3): Image.new("L", (4, 4)).save(tmp_path/"a"/f"{i}.png")
+    for name in (tmp_path, "digits"):
+        with pytest.raises(ValueError, match="smaller image_size"): load_images(name, image_size=10**6)

@@ -525,3 +525,79 @@ def test_a_papers_imagenet_preset_runs_on_imagenets_file_layout(name, tmp_path):
     write_imagenet(tmp_path)
     run = pretrain("imagenet", **preset(name, epochs=1, batch_size=4, dim=8, hidden=16, workers=1, data_options={"root": tmp_path, "image_size": 96, "stream": True}))
     assert run.encoder(torch.rand(2, 3, 96, 96)).shape == (2, 2048) and math.isfinite(run.history[0]["energy"]) and not run.history[0]["skipped_steps"]
+
+
+# what careless and unlucky users meet ------------------------------------------------------------------------------------------
+
+def own(*layers): return nn.Sequential(nn.Flatten(), *layers)
+
+class HalfOfTheRows(nn.Module):
+    "One row for each sample in evaluation mode, and for every other one in training mode."
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 8)
+
+    def forward(self, x): return self.linear(x.flatten(1))[::2 if self.training else 1]
+
+def test_an_own_network_with_batch_normalisation_is_trained_and_resumed(tmp_path):
+    net = own(nn.Linear(64, 8), nn.BatchNorm1d(8)) # whose count of batches has no axis
+    settings = dict(encoder=net, out=tmp_path, encoder_options=None)
+    assert same(weights(tiny(**settings)), weights(tiny(**settings)))
+
+@pytest.mark.parametrize("net, error, message", [
+    (own(nn.Linear(64, 8)).double(), TypeError, "float32"), (own(nn.Linear(64, 8)).bfloat16(), TypeError, "float32"), (own(nn.LazyLinear(8)), ValueError, "lazy"),
+    (own(nn.Linear(63, 8)), ValueError, "shape .1, 8, 8"), (HalfOfTheRows(), ValueError, "one row for each sample in training mode"),
+    (nn.Flatten, TypeError, "an instance"), (3, TypeError, "encoder must be")])
+def test_own_networks_that_cannot_be_trained_are_named(net, error, message):
+    with pytest.raises(error, match=message): tiny(encoder=net, encoder_options=None)
+
+def test_own_networks_with_weights_that_are_not_finite_or_options_are_named():
+    net = own(nn.Linear(64, 8))
+    with pytest.raises(TypeError, match="encoder_options"): tiny(encoder=net)
+    nn.init.constant_(net[1].bias, float("nan"))
+    with pytest.raises(ValueError, match="1.bias"): tiny(encoder=net, encoder_options=None)
+
+def test_a_network_without_anything_to_train_is_reported():
+    with pytest.warns(UserWarning, match="only the projector"): tiny(encoder=nn.Flatten(), encoder_options=None)
+
+@pytest.mark.parametrize("change, error, message", [
+    ({"method_options": {"dim": 3}}, ValueError, "method_options"), ({"encoder_options": {"channels": 3}}, ValueError, "encoder_options"), ({"encoder": "table", "encoder_options": None}, ValueError, "cannot take samples"),
+    ({"resume": "no"}, ValueError, "resume"), ({"out": 3}, TypeError, "out must"), ({"policy": (ViewPolicy(),) * 3}, TypeError, "policy"), ({"policy": door.CorruptionPolicy()}, TypeError, "policy")])
+def test_arguments_that_do_not_fit_each_other_are_named(change, error, message):
+    with pytest.raises(error, match=message): tiny(**change)
+
+def test_options_of_loading_are_listed():
+    with pytest.raises(TypeError, match="image_size"): pretrain("digits", data_options={"target": "y"})
+
+@pytest.mark.parametrize("content", ["", "\n", '{"epoch": 1, "st', "[1]\n", '{"a": 1}\n', None])
+def test_a_damaged_log_is_mended_from_the_history(tmp_path, monkeypatch, content):
+    stop_at(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt): tiny(out=tmp_path)
+    monkeypatch.setattr(training, "two_views", two_views)
+    log = tmp_path/"log.jsonl"
+    log.unlink() if content is None else log.write_text(content)
+    tiny(out=tmp_path)
+    assert [json.loads(line)["epoch"] for line in log.read_text().splitlines()] == [1, 2, 3]
+
+def test_a_full_disk_says_what_is_saved_and_the_run_goes_on(tmp_path, monkeypatch):
+    write, count = torch.save, itertools.count()
+    def full(*args):
+        if next(count): raise RuntimeError("basic_ios::clear: iostream error")
+        write(*args)
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="disk full") as stop: tiny(out=tmp_path)
+    assert "1 of 3 epochs" in stop.value.__notes__[0]
+    monkeypatch.setattr(torch, "save", write)
+    assert same(weights(tiny(out=tmp_path)), weights(tiny()))
+
+@pytest.mark.parametrize("part", ["optimizer", "modules", "history"])
+def test_a_checkpoint_without_a_part_is_named(checkpoint, tmp_path, part):
+    state = saved(checkpoint)
+    del state[part]
+    torch.save(state, tmp_path/"checkpoint.pt")
+    with pytest.raises(ValueError, match="lacks parts of this run"): tiny(out=tmp_path)
+
+def test_an_interruption_before_training_is_one_line(monkeypatch, capsys):
+    def stop(*args, **options): raise KeyboardInterrupt
+    monkeypatch.setattr(door, "checked_data", stop)
+    assert main(["--dataset", "digits"]) == 130 and "stopped" in capsys.readouterr().err

@@ -114,3 +114,13 @@ def test_streams_refuse(folder, error, match, change):
 def test_a_stream_follows_the_training_splits_channels(tmp_path):
     for split, pixels in (('train', patch(0)[:, :, 0]), ('test', patch(1))): save(pixels, tmp_path/'p'/split/'c'/'x.png')
     assert load_images(tmp_path/'p', 'test', image_size=8, stream=True).sample_shape == (1, 8, 8)
+
+def test_a_refusal_in_a_worker_is_one_line(folder, workers=1):
+    stream = load_images(folder, image_size=12, stream=True)
+    whole = open(stream.paths[0], "rb").read()
+    try:
+        with open(stream.paths[0], "wb") as f: f.write(b"junk")
+        with pytest.raises(ValueError, match="cannot be decoded") as refusal: list(stream.batches([[0]], workers))
+    finally:
+        with open(stream.paths[0], "wb") as f: f.write(whole)
+    assert "\n" not in str(refusal.value)

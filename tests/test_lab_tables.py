@@ -327,3 +327,15 @@ def test_batches_and_subset():
     (ValueError, r'\(n, 2\)', dict(encoder=TableEncoder().fit(pd.DataFrame({'a': [1, 2], 'b': [3, 4]}))))])
 def test_table_data_refuses(error, match, change):
     with pytest.raises(error, match=match): dataclasses.replace(plain(), **change)
+
+@pytest.mark.parametrize("frame, options, error, message", [
+    ({"a": [[1], [2]] * 9}, {}, TypeError, "column 'a'"), ({"a": [1e308, 1.0] * 9}, {}, ValueError, "column 'a'"), ({"a": [1.0, 2.0] * 9}, {"target": ["a"]}, TypeError, "target must"), (3, {}, TypeError, "source must")])
+def test_columns_and_sources_of_no_use_are_named(frame, options, error, message):
+    with pytest.raises(error, match=message): load_table(pd.DataFrame(frame) if isinstance(frame, dict) else frame, **options)
+
+def test_a_file_separated_by_another_sign_is_refused(tmp_path):
+    (tmp_path/"semi.csv").write_text("a;b\n" + "1;2\n" * 9)
+    with pytest.raises(ValueError, match="sep=';'"): load_table(tmp_path/"semi.csv")
+
+def test_columns_named_by_numbers_can_be_targets():
+    assert load_table(pd.DataFrame({0: range(8), 1: [0, 1] * 4}), target=1).columns == ("0",)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.checks import check_matrix, check_number
 
-# %% ../../nbs/lab/17_corruption.ipynb #45aa8fdc
+# %% ../../nbs/lab/17_corruption.ipynb #21081613
 @dataclass(frozen=True)
 class CorruptionPolicy:
     """Which part of a table row its views replace by values of other rows. `TypeError` or `ValueError` naming the field.
@@ -28,6 +28,7 @@ class CorruptionPolicy:
         object.__setattr__(self, "rate", check_number(self.rate, "rate", 0, 1))
         if not isinstance(self.both, bool): raise TypeError(f"both must be True or False; got {self.both!r}.")
         if self.groups is None: return
+        if isinstance(self.groups, (str, int)): raise TypeError(f"groups must be a sequence of whole numbers, one for each encoded column; got {self.groups!r}. Take them from TableData.groups.")
         groups = tuple(int(g) for g in self.groups)
         if set(groups) != set(range(len(set(groups)))) or not groups:
             raise ValueError(f"groups must use every number from 0 to the largest; got {sorted(set(groups))}. Take them from TableData.groups.")

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TORCHVISION', 'DEBIAN', 'STREAM_ABOVE', 'ImageData', 'data_root', 'load_images']
 
-# %% ../../nbs/lab/10_data.ipynb #0e2b964e
-import gzip, hashlib, os, shutil, tempfile, warnings
+# %% ../../nbs/lab/10_data.ipynb #7cb0ba04
+import gzip, hashlib, math, os, shutil, tempfile, warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,16 +138,16 @@ def _imagenet(root):
         f"python -c \"from torchvision.datasets import ImageNet as D; [D('{folders[0]}', s) for s in ('train', 'val')]\". Or pass the path of your own image folder, "
         'or use the embedded data set "digits".')
 
-# %% ../../nbs/lab/10_data.ipynb #ab5dbbcc
+# %% ../../nbs/lab/10_data.ipynb #2ce14f48
 STREAM_ABOVE = 8 * 2**30 # bytes of decoded pixels
 
-def _read_files(paths, channels, size, first):
+def _read_files(paths, channels, size, shape):
     "All files as one tensor (n,c,h,w)."
-    images = torch.empty(len(paths), *first.shape)
+    images = torch.empty(len(paths), *shape)
     for i, path in enumerate(tqdm(paths, "reading images", delay=2, disable=None)):
         pixels = decode(path, channels, size)
-        if pixels.shape != first.shape:
-            raise ValueError(f"images differ in size: {paths[0]} has {first.shape[1]}x{first.shape[2]} pixels (height x width), {path} "
+        if pixels.shape != shape:
+            raise ValueError(f"images differ in size: {paths[0]} has {shape[1]}x{shape[2]} pixels (height x width), {path} "
                              f"has {pixels.shape[1]}x{pixels.shape[2]}. Pass image_size, for instance image_size=64.")
         images[i] = torch.from_numpy(pixels)
     return images
@@ -156,7 +156,7 @@ def _chosen(labels, limit):
     if limit is not None: check_count(limit, "limit", high=len(labels))
     return stratified(labels, limit or len(labels))
 
-# %% ../../nbs/lab/10_data.ipynb #37c416a9
+# %% ../../nbs/lab/10_data.ipynb #0499cab5
 def _from_folder(folder, name, split, limit, size, stream):
     "An image folder as `ImageData` or, when wanted or too large, as `ImageStream`."
     training, samples, classes = list_folder(folder, split)
@@ -164,17 +164,18 @@ def _from_folder(folder, name, split, limit, size, stream):
     chosen = _chosen(labels, limit)
     paths, labels, channels = [samples[i][0] for i in chosen], labels[chosen], count_channels(p for p, _ in training)
     if stream and size is None: raise ValueError("a stream needs image_size, as its batches must have one shape; got None. Pass image_size=224, for instance.")
-    first = decode(paths[0], channels, size)
-    need, what = first.nbytes * len(paths), f"{len(paths)} images of {first.shape}"
+    shape = (channels, size, size) if size else decode(paths[0], channels).shape
+    check_memory(4 * math.prod(shape), f"the pixels of one image of {shape}", "Choose a smaller image_size.") # before anything is decoded to that size
+    need, what = 4 * math.prod(shape) * len(paths), f"{len(paths)} images of {shape}"
     if stream is None and size and need > min(STREAM_ABOVE, half_memory()):
         warnings.warn(f"{what} would take {need:,} bytes: {name} is read from its files as needed (an ImageStream), and its checksum is of names and "
                       "lengths. Pass stream=True to have this without a warning, or stream=False to read all of it into memory.", stacklevel=3)
         stream = True
     if stream: return ImageStream(paths, labels, classes, name, split, channels, size)
     check_memory(need, what, "Choose a smaller image_size or a limit, or an image_size and stream=True.")
-    return ImageData(_read_files(paths, channels, size, first), labels, classes, name, split)
+    return ImageData(_read_files(paths, channels, size, shape), labels, classes, name, split)
 
-# %% ../../nbs/lab/10_data.ipynb #d7016d62
+# %% ../../nbs/lab/10_data.ipynb #21c5fabe
 def load_images(
     name, # "digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "stl10", "imagenet", or the path of an image folder
     split: str = "train", # "train" or "test"; "stl10" also has "unlabeled"
@@ -187,6 +188,7 @@ def load_images(
 
     `FileNotFoundError` for missing data, with the command that fetches it; `ValueError` for an unknown name, a damaged file (named),
     an image folder whose sizes differ without `image_size`, or a limit above the number of images."""
+    if not isinstance(name, (str, Path)) or not str(name): raise TypeError(f"name must be that of a data set, or the path of an image folder; got {name!r}. Pass 'digits', for instance.")
     word, folder = name if isinstance(name, str) else None, Path(root or "")/Path(name)
     check_choice(split, "split", ("train", "test", "unlabeled") if word == "stl10" else ("train", "test"))
     if image_size is not None: check_count(image_size, "image_size")
@@ -198,12 +200,12 @@ def load_images(
     read, labels, classes = _digits(split) if word == "digits" else _torchvision(word, split, root)
     return _from_arrays(read, labels, classes, word, split, limit, image_size)
 
-# %% ../../nbs/lab/10_data.ipynb #4fca1f47
+# %% ../../nbs/lab/10_data.ipynb #8053d1ba
 def _from_arrays(read, labels, classes, name, split, limit, size):
     "The chosen rows of a data set that is one array."
     chosen = _chosen(labels, limit)
-    first = read(chosen[:1])
-    check_memory(first.nbytes * len(chosen), f"{len(chosen)} images of {tuple(first.shape[1:])}", "Choose a limit.")
+    shape = tuple(read(chosen[:1]).shape[1:])
+    for s in {shape, (shape[0], size or shape[1], size or shape[2])}: check_memory(4 * math.prod(s) * len(chosen), f"{len(chosen)} images of {s}", "Choose a limit or a smaller image_size.")
     images = read(chosen)
     if size and images.shape[2:] != (size, size):
         images = F.interpolate(images, (size, size), mode="bilinear", antialias=True).clamp(0, 1)

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['ENCODERS', 'GIVEN', 'ConvEncoder', 'MLPEncoder', 'TableEncoder', 'build_encoder', 'evaluating', 'output_width',
-           'Projector', 'Predictor']
+           'check_network', 'described', 'Projector', 'Predictor']
 
-# %% ../../nbs/lab/30_encoders.ipynb #0cdc5ed3
+# %% ../../nbs/lab/30_encoders.ipynb #e73e9d76
 import inspect
 from contextlib import contextmanager
+from copy import deepcopy
 from difflib import get_close_matches
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from ..core.checks import check_choice, check_count
+from ..core.files import bytes_digest
 from .backbones import TIMM, from_timm, from_torchvision, in_timm, vit_mini
 
 # %% ../../nbs/lab/30_encoders.ipynb #1465703f
@@ -97,7 +99,7 @@ def _builder(name):
     own = ", ".join(map(repr, ENCODERS))
     raise ValueError(f"name must be one of {own}, a torchvision classifier, 'timm:NAME' or an nn.Module; got {name!r}. Did you mean {' or '.join(map(repr, near))}?")
 
-# %% ../../nbs/lab/30_encoders.ipynb #31f6d83f
+# %% ../../nbs/lab/30_encoders.ipynb #6ff217fc
 def build_encoder(
     name: str | nn.Module, # "conv", "mlp", "table", "vit_mini", a classifier of torchvision such as "resnet18", "timm:NAME", or a network, returned as it is
     channels: int, # of the images; for "table" the number of encoded columns
@@ -121,9 +123,12 @@ def build_encoder(
     if dim is not None: options["dim"] = check_count(dim, "dim")
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None: torch.manual_seed(seed)
-        return build(channels=check_count(channels, "channels"), **options)
+        try: return build(channels=check_count(channels, "channels"), **options)
+        except TypeError as e:
+            if own is not None or not options.keys() - GIVEN: raise
+            raise TypeError(f"encoder {name!r} was not built with the options {', '.join(sorted(options.keys() - GIVEN))}: {e}. Drop or correct them.") from e
 
-# %% ../../nbs/lab/30_encoders.ipynb #a2f5f3a1
+# %% ../../nbs/lab/30_encoders.ipynb #ee577ccf
 @contextmanager
 def evaluating(
     module: nn.Module, # any network
@@ -143,10 +148,35 @@ def output_width(
 
     `ValueError` if it does not return one row per sample."""
     parameter = next((p for p in encoder.parameters() if p.is_floating_point()), torch.zeros(1))
-    with evaluating(encoder), torch.no_grad(): z = encoder(parameter.new_zeros(2, *sample_shape))
-    if not isinstance(z, Tensor) or z.ndim != 2 or len(z) != 2:
+    try:
+        with evaluating(encoder), torch.no_grad(): z = encoder(parameter.new_zeros(2, *sample_shape))
+    except RuntimeError as e:
+        raise ValueError(f"encoder {type(encoder).__name__} cannot take samples of shape {tuple(sample_shape)} ({str(e).splitlines()[0]}). "
+                         "Choose one for such samples: 'conv' or a classifier for images (c,h,w), 'table' for rows (d,).") from e
+    if not isinstance(z, Tensor) or z.ndim != 2 or len(z) != 2 or not z.shape[1]:
         raise ValueError(f"encoder must return one row of features per sample, (2,h) for two samples; got {tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__}. Flatten or pool its output.")
     return z.shape[1]
+
+# %% ../../nbs/lab/30_encoders.ipynb #d7b7230b
+def check_network(
+    net: nn.Module, # of the user's own
+):
+    "`TypeError` or `ValueError` naming what keeps a copy of this network from being trained."
+    if isinstance(net, torch.jit.ScriptModule): raise TypeError("encoder must not be a TorchScript module, whose copies cannot be trained. Pass the network it was made from.")
+    for name, p in [*net.named_parameters(), *net.named_buffers()]:
+        if nn.parameter.is_lazy(p): raise ValueError(f"encoder has a lazy layer: the shape of {name} is not known yet. Call it once on a batch of samples before.")
+    for name, p in net.named_parameters():
+        if p.dtype != torch.float32: raise TypeError(f"encoder must be in float32, as the heads are; its {name} is {p.dtype}. Convert it with .float(); autocast=True gives bfloat16 arithmetic.")
+        if not torch.isfinite(p).all(): raise ValueError(f"encoder must hold finite weights; its {name} has NaN or infinity. Initialise or load it anew.")
+    try: deepcopy(net)
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"encoder cannot be copied ({str(e).splitlines()[0]}), and a copy is what is trained. Use parametrizations in place of the old weight_norm, and keep no tensors with a graph in it.") from e
+
+def described(encoder: str|nn.Module) -> str:
+    "The name of an encoder; for a module its class and a digest of structure and weights."
+    if not isinstance(encoder, nn.Module): return encoder
+    state = b"".join(v.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for v in encoder.state_dict().values() if isinstance(v, Tensor) and v.numel())
+    return f"{type(encoder).__name__} {bytes_digest(repr(encoder).encode() + state)[:16]}"
 
 # %% ../../nbs/lab/30_encoders.ipynb #1684fbd6
 class Projector(nn.Module):

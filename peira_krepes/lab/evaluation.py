@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['VIEWS', 'label_probes', 'held_out', 'evaluate', 'spread', 'paired', 'written']
 
-# %% ../../nbs/lab/64_evaluation.ipynb #b3162869
+# %% ../../nbs/lab/64_evaluation.ipynb #e2af19f6
 from statistics import mean, stdev
 
 import torch
 from torch import nn
 
-from ..core.checks import check_count
+from ..core.checks import check_count, check_number
 from ..core.moments import TwoViewMoments
 from .pretrain import Pretrained
 from .probes import diagnose, embed, knn_accuracy, linear_probe
@@ -60,12 +60,12 @@ def evaluate(
     features = (next(iter(data.batches([torch.arange(len(data))]))) for data in (train, test))
     return label_probes(*(embed(run.encoder, x) for x in features), train, test) | held_out(run, test, ridge)
 
-# %% ../../nbs/lab/64_evaluation.ipynb #8ebd4770
+# %% ../../nbs/lab/64_evaluation.ipynb #78cd8581
 def spread(
     values, # one number for each seed
 ) -> dict: # mean, se (None for a single value), n
     "Mean and standard error; `ValueError` when there is nothing to average."
-    values = [float(v) for v in values]
+    values = [check_number(v, "values") for v in values]
     if not values: raise ValueError("values must hold at least one number; got none. Run at least one seed.")
     return {"mean": mean(values), "se": stdev(values) / len(values) ** 0.5 if len(values) > 1 else None, "n": len(values)}
 

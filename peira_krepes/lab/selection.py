@@ -55,7 +55,7 @@ def label_free_scores(
     net = encoder if projector is None else nn.Sequential(encoder, projector)
     return score_embeddings([embed(net, v, batch_size) for v in views], ridge, center, objectives)
 
-# %% ../../nbs/lab/62_selection.ipynb #8e9aed59
+# %% ../../nbs/lab/62_selection.ipynb #1f989ac9
 class RankCorrelation(NamedTuple):
     "Spearman's correlation of scores with accuracies, its bootstrap interval, and the p-value of a permutation test."
     value: float # in [-1, 1]
@@ -73,6 +73,7 @@ def _spearman(x, y, axis=-1):
 
 def _one_setting(conditions, n, alike):
     "Refuse models whose conditions are missing or differ in a name of `alike`."
+    if isinstance(alike, str): raise TypeError(f"alike must be a sequence of names; got {alike!r}. Write ({alike!r},).")
     conditions = list(conditions)
     if len(conditions) != n: raise ValueError(f"conditions must hold one mapping for each of the {n} scores; got {len(conditions)}. Pass the dictionaries of label_free_scores.")
     for name in alike:
@@ -80,7 +81,7 @@ def _one_setting(conditions, n, alike):
         found = list(dict.fromkeys(c[name] for c in conditions))
         if len(found) > 1: raise ValueError(f"conditions must agree in {name!r} for scores to be comparable; got {', '.join(map(repr, found))}. Correlate each group by itself.")
 
-# %% ../../nbs/lab/62_selection.ipynb #9bd9e904
+# %% ../../nbs/lab/62_selection.ipynb #bcd6e6d4
 def rank_correlation(
     scores: Sequence[float], # (m,) of m >= 3 models, one label-free score each, larger is better
     accuracies: Sequence[float], # (m,) of the same models
@@ -99,6 +100,7 @@ def rank_correlation(
         if not np.isfinite(v).all(): raise ValueError(f"{name} must be finite; got {v[~np.isfinite(v)][0]} for model {int(np.flatnonzero(~np.isfinite(v))[0])}. Leave out models that failed.")
         if np.ptp(v) == 0: raise ValueError(f"{name} must not be all equal, for then they have no order; got {v[0]:g} for all {len(v)} models.")
     _one_setting(conditions, len(x), alike)
+    check_count(seed, "seed", low=0)
     level, resamples = check_number(level, "level", low=0, high=1, open_low=True, open_high=True), check_count(resamples, "resamples", low=99)
     settings = dict(vectorized=True, n_resamples=resamples, random_state=np.random.default_rng(seed))
     low, high = bootstrap((x, y), _spearman, paired=True, method="percentile", confidence_level=level, **settings).confidence_interval

@@ -46,14 +46,19 @@ class ImageStream:
 
     def __len__(self): return len(self.paths)
 
-# %% ../../nbs/lab/08_streams.ipynb #d6ee08b1
+# %% ../../nbs/lab/08_streams.ipynb #aa450af0
 class _Files(Dataset):
     "What a worker process needs to decode row i."
     def __init__(self, paths, channels, size): self.paths, self.channels, self.size = paths, channels, size
     def __len__(self): return len(self.paths)
     def __getitem__(self, i): return torch.from_numpy(decode(os.fsdecode(self.paths[i]), self.channels, self.size))
 
-# %% ../../nbs/lab/08_streams.ipynb #e25684ed
+def _plain_errors(batches):
+    "The batches; of a worker's refusal only its last line, without the worker's traceback."
+    try: yield from batches
+    except ValueError as e: raise ValueError(str(e).rstrip().splitlines()[-1].removeprefix("ValueError: ")) from e
+
+# %% ../../nbs/lab/08_streams.ipynb #a1d53682
 @patch
 def batches(self: ImageStream,
     rows, # a list with one list or tensor of row numbers for each batch; they may repeat
@@ -64,7 +69,7 @@ def batches(self: ImageStream,
     `ValueError` naming a file that cannot be decoded; rows are checked before the first file is opened."""
     rows = [r.tolist() for r in check_rows(rows, len(self), workers)]
     files = _Files(self.paths, self.channels, self.image_size)
-    return iter(DataLoader(files, batch_sampler=rows, num_workers=workers, generator=torch.Generator()))
+    return _plain_errors(iter(DataLoader(files, batch_sampler=rows, num_workers=workers, generator=torch.Generator())))
 
 @patch(as_prop=True)
 def sample_shape(self: ImageStream) -> tuple[int, int, int]:

@@ -107,21 +107,25 @@ def _covtype(home):
     try: return fetch_covtype(data_home=home, download_if_missing=False, as_frame=True).frame
     except OSError as e: raise _absent("covtype", home, f"fetch_covtype(data_home='{home}')") from e
 
-# %% ../../nbs/lab/15_tables.ipynb #9737f26d
+# %% ../../nbs/lab/15_tables.ipynb #6e938178
 def _file(path):
     "A CSV, TSV or Parquet file as a frame."
     if not path.is_file(): raise FileNotFoundError(f"no such file: {path.resolve()}")
     kind = next((k for k in (".csv", ".tsv", ".parquet") if k in path.suffixes), None)
     if kind is None: raise ValueError(f"{path} must end in .csv, .tsv or .parquet, possibly compressed. Read it with pandas and pass the DataFrame.")
-    try: return pd.read_parquet(path) if kind == ".parquet" else pd.read_csv(path, sep="\t" if kind == ".tsv" else ",", low_memory=False)
+    try: frame = pd.read_parquet(path) if kind == ".parquet" else pd.read_csv(path, sep="\t" if kind == ".tsv" else ",", low_memory=False)
     except ImportError as e: raise ImportError(f"reading {path} needs pyarrow: pip install pyarrow. Or save the table as CSV.") from e
     except (ValueError, OSError, EOFError) as e: raise ValueError(f"{path} cannot be read as {kind[1:].upper()} ({type(e).__name__}: {e}). Repair the file.") from e
+    if kind != ".parquet" and len(frame.columns) == 1 and (sep := next((s for s in ";\t|," if s in str(frame.columns[0])), None)):
+        raise ValueError(f"{path} seems to be separated by {sep!r}, not by {kind[1:].upper()}'s own sign: it has the one column {str(frame.columns[0])[:60]!r}. Read it with pandas.read_csv(path, sep={sep!r}) and pass the DataFrame.")
+    return frame
 
 def read_table(
     source, # DataFrame, path, "openml:NAME", "covtype" or "breast_cancer"
     root=None, # where scikit-learn keeps its cache; None = $PEIRA_KREPES_DATA, else scikit-learn's own folder
 ) -> tuple[pd.DataFrame, str, str | None]:
     "The raw frame with text as column names, the name of the data set, and its usual target. Errors as in `load_table`."
+    if not isinstance(source, (pd.DataFrame, str, Path)): raise TypeError(f"source must be a DataFrame, a path or the name of a table; got a {type(source).__name__}. Wrap an array in pandas.DataFrame.")
     if isinstance(source, pd.DataFrame): frame, name, target = source, str(source.attrs.get("name", "table")), None
     elif source == "covtype": frame, name, target = _covtype(_sklearn_cache(root)), source, "Cover_Type"
     elif source == "breast_cancer": frame, name, target = load_breast_cancer(as_frame=True).frame, source, "target"
@@ -148,7 +152,7 @@ def _both(source, test, root):
     if odd := set(frame.columns) ^ set(second.columns): raise ValueError(f"source and test must have the same columns; only one of them has {sorted(odd)}.")
     return pd.concat([frame, second], ignore_index=True), torch.arange(len(frame) + len(second)) >= len(frame), name, target
 
-# %% ../../nbs/lab/15_tables.ipynb #b4bcb573
+# %% ../../nbs/lab/15_tables.ipynb #6184e498
 def load_table(
     source, # "breast_cancer", a DataFrame, a path (.csv, .tsv, .parquet), "openml:NAME", "openml:NAME@VERSION", or "covtype"
     target: str | None = None, # column with the labels; None = the source's usual one, or no labels
@@ -169,7 +173,8 @@ def load_table(
     check_choice(split, "split", ("train", "test"))
     check_number(test_fraction, "test_fraction", 0, 1, open_low=True, open_high=True)
     frame, mask, name, usual = _both(source, test, root)
-    target, leave_out = target or usual, [leave_out] if isinstance(leave_out, str) else list(leave_out)
+    if not isinstance(target, (str, int, type(None))): raise TypeError(f"target must be the name of one column; got {target!r}. Choose one.")
+    target, leave_out = usual if target is None else str(target), [leave_out] if isinstance(leave_out, str) else list(map(str, leave_out))
     if unknown := {*leave_out, *([target] if target else [])} - set(frame.columns): raise ValueError(f"the table has no column {sorted(unknown)}; it has {list(frame.columns)}.")
     return _split_and_encode(frame, mask, name, target, split, test_fraction, seed, limit, leave_out, TableEncoder(categorical, max_categories))
 

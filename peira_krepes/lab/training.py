@@ -77,7 +77,7 @@ def own_random_numbers(
         torch.manual_seed(seed)
         yield
 
-# %% ../../nbs/lab/45_training.ipynb #a5252f20
+# %% ../../nbs/lab/45_training.ipynb #bf6b3ee5
 class Learner(nn.ModuleDict):
     "Encoder, projector, method and, if the method asks for one, a companion; called on both views of a batch it returns the loss."
     def __init__(self, encoder, projector, method, autocast=False):
@@ -90,6 +90,7 @@ class Learner(nn.ModuleDict):
     def embed(self, views: Tensor, encoder: nn.Module, projector: nn.Module) -> Tensor: # (n,dim) float32 at least
         "Embeddings of the views by these two networks."
         with torch.autocast(views.device.type, torch.bfloat16, enabled=self.autocast): z = projector(encoder(views))
+        if len(z) != len(views): raise ValueError(f"encoder must return one row for each sample in training mode too; got {len(z)} rows for {len(views)} samples. Rows would be paired wrongly.")
         return z.float() if z.dtype in (torch.bfloat16, torch.float16) else z
 
     def forward(self,
@@ -210,11 +211,13 @@ def epoch(self: Run, bar) -> dict: # the entry for `history`: JSON-able, and wit
     return {"epoch": e + 1, "step": (e + 1) * self.steps, "energy": sum(energies) / len(energies), **diagnose(*statistics(self.modules["method"])),
             "learning_rate": rate, "skipped_steps": skipped}
 
-# %% ../../nbs/lab/45_training.ipynb #2c88d770
+# %% ../../nbs/lab/45_training.ipynb #4651b636
 @patch
 def save(self: Run, path: Path):
     "Write the state to `path`, whole or not at all."
-    with atomic_path(path) as temporary: torch.save(self.state(), temporary)
+    with atomic_path(path) as temporary:
+        try: torch.save(self.state(), temporary)
+        except RuntimeError as e: raise OSError(f"{path} cannot be written ({str(e).splitlines()[0]}). Is the disk full?") from e # torch's own word for it
 
 @patch
 def load(self: Run, path: Path):
@@ -222,12 +225,14 @@ def load(self: Run, path: Path):
     remedy = "Choose another out folder, or pass resume=False to start over."
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        theirs, ours = state["settings"], asdict(self.settings)
+        theirs, ours = dict(state["settings"]), asdict(self.settings)
     except Exception as e: raise ValueError(f"{path} is not a checkpoint of pretrain ({type(e).__name__}). {remedy}") from e
     different = [k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)]
     if different:
         changes = "; ".join(f"{k} was {theirs.get(k)!r} and is now {ours.get(k)!r}" for k in different)
         raise ValueError(f"{path} was made with other settings: {changes}. {remedy}")
-    self.modules.load_state_dict(state["modules"])
-    self.optimizer.load_state_dict(state["optimizer"])
-    self.history = state["history"]
+    try:
+        self.modules.load_state_dict(state["modules"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.history = list(state["history"])
+    except (KeyError, RuntimeError, ValueError) as e: raise ValueError(f"{path} lacks parts of this run ({type(e).__name__}: {' '.join(str(e).split())[:200]}). {remedy}") from e
