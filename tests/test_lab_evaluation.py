@@ -48,6 +48,6 @@ def test_level_is_two_standard_errors_of_the_difference(ours, level): assert pai
 
 def test_one_seed_has_no_error_and_none_is_refused():
     assert spread([0.5]) == {"mean": 0.5, "se": None, "n": 1} and paired([0.5], [0.4])["level"] is None
-    assert written(spread([0.5])) == "0.500" and written(spread([1.0, 2.0]), ".1f") == "1.5 ± 0.5"
+    assert written(spread([0.5])) == "0.500" and written(spread([1.0, 2.0]), "+.1f") == "+1.5 ± 0.5"
     with pytest.raises(ValueError, match="at least one"): spread([])
     with pytest.raises(ValueError, match="same seeds"): paired([1.0], [1.0, 2.0])

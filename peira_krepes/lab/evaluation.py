@@ -60,7 +60,7 @@ def evaluate(
     features = (next(iter(data.batches([torch.arange(len(data))]))) for data in (train, test))
     return label_probes(*(embed(run.encoder, x) for x in features), train, test) | held_out(run, test, ridge)
 
-# %% ../../nbs/lab/64_evaluation.ipynb #78cd8581
+# %% ../../nbs/lab/64_evaluation.ipynb #beef3b18
 def spread(
     values, # one number for each seed
 ) -> dict: # mean, se (None for a single value), n
@@ -84,4 +84,4 @@ def written(
     form: str = ".3f", # of a number
 ) -> str:
     "The mean and its error as text, such as 0.812 ± 0.003."
-    return f"{s['mean']:{form}}" + ("" if s["se"] is None else f" ± {s['se']:{form}}")
+    return f"{s['mean']:{form}}" + ("" if s["se"] is None else f" ± {s['se']:{form.removeprefix('+')}}")

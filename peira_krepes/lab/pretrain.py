@@ -145,15 +145,15 @@ def check_fit(s: Settings, shape: tuple[int, ...]):
             raise ValueError(f"{name} must not hold {wrong[0]!r}: the data and the arguments of pretrain decide on {', '.join(taken)}. Drop it.")
     check_policy(s.policy, shape)
 
-# %% ../../nbs/lab/50_pretrain.ipynb #876e1072
+# %% ../../nbs/lab/50_pretrain.ipynb #818f852f
 def prepared(
     given: dict, # the arguments of `pretrain`, by name
     device: torch.device, # of this process
 ) -> Run:
     "The run that these arguments describe, before its first step."
     data, encoder = checked_data(given["data"], given["data_options"]), given["encoder"]
-    check_choice(given["resume"], "resume", [True, False])
-    if not isinstance(given["out"], (str, Path, type(None))): raise TypeError(f"out must be the path of a folder; got {given['out']!r}. Write a path.")
+    check_choice(given.get("resume", True), "resume", [True, False])
+    if not isinstance(given.get("out"), (str, Path, type(None))): raise TypeError(f"out must be the path of a folder; got {given['out']!r}. Write a path.")
     if not isinstance(encoder, (str, nn.Module, type(None))): raise TypeError(f"encoder must be a name or an nn.Module; got {encoder!r} of type {type(encoder).__name__}. Pass an instance, not a class or a function.")
     own = encoder if isinstance(encoder, nn.Module) else None
     if own is not None: check_own(own, given["encoder_options"])
