@@ -231,7 +231,8 @@ def test_stopping_leaves_nothing_half_written_and_no_kernel(tmp_path, signum):
     (tmp_path/'out').mkdir()
     (tmp_path/'out'/'o.ipynb').write_text('older')
     p = subprocess.Popen([sys.executable, '-m', 'peira_krepes.lab.runs', str(slow), str(tmp_path/'out'/'o.ipynb')],
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # ignored where the tests themselves run in the background
     try:
         kernel = int(p.stdout.readline())  # what the notebook prints arrives while it runs
         p.send_signal(signum)
