@@ -17,11 +17,11 @@ from torch import Tensor
 from ..core.checks import check_count, check_number
 from .cca import GaussianPair, JointTable
 
-# %% ../../nbs/peira/15_laws.ipynb #58780062
+# %% ../../nbs/peira/15_laws.ipynb #7332ff11
 def binary_pair(
     rho: float, # correlation of the two coins, from -1 to 1
 ) -> JointTable: # (2,2)
-    "Two fair coins with correlation `rho`; canonical correlation |rho|, eigenvalue `rho` of the tied operator. `ValueError` outside [-1, 1]."
+    "Two fair coins with correlation `rho`; canonical correlation `abs(rho)`, eigenvalue `rho` of the tied operator. `ValueError` outside [-1, 1]."
     rho = check_number(rho, "rho", low=-1, high=1)
     return JointTable(torch.tensor([[1 + rho, 1 - rho], [1 - rho, 1 + rho]], dtype=torch.float64) / 4)
 
@@ -43,12 +43,12 @@ def product(
     for t in tables[1:]: pi = torch.kron(pi, t.pi)
     return JointTable(pi)
 
-# %% ../../nbs/peira/15_laws.ipynb #10163b57
+# %% ../../nbs/peira/15_laws.ipynb #9b4bc543
 def hypercube(
     n_bits: int, # number of fair bits in each view, 1 to 13
     rho: float, # correlation of a bit with its noisy copy
 ) -> JointTable: # (2**n_bits, 2**n_bits), the last bit running fastest
-    "Independent fair bits and their noisy copies; the correlation |rho|**j appears binomial(n_bits, j) times, as parities of j bits."
+    "Independent fair bits and their noisy copies; the correlation `abs(rho)**j` appears binomial(n_bits, j) times, as parities of j bits."
     return product(*[binary_pair(rho)] * check_count(n_bits, "n_bits", high=13))
 
 # %% ../../nbs/peira/15_laws.ipynb #fc5b3442
