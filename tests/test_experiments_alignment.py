@@ -1,11 +1,11 @@
 """The alignment experiment: a smoke run holds what is true by construction, and its parameters matter."""
-import json
 from pathlib import Path
 
 import pytest
 
 from peira_krepes.lab.results import check_result
 from peira_krepes.lab.runs import run
+from smoke import smoke_runs
 
 NOTEBOOK = Path(__file__).resolve().parents[1]/'nbs'/'experiments'/'alignment.ipynb'
 
@@ -13,12 +13,7 @@ NOTEBOOK = Path(__file__).resolve().parents[1]/'nbs'/'experiments'/'alignment.ip
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     "Two runs on few images: the defaults, and centred moments with another width, ridge and number of epochs."
-    folder = tmp_path_factory.mktemp('alignment')
-    found = {}
-    for name, parameters in (('plain', {'epochs': 4}), ('other', {'epochs': 2, 'dim': 8, 'ridge': 0.2, 'center': True, 'n_points': 2, 'n_views': 2, 'n_seeds': 2})):
-        run(NOTEBOOK, folder/f'{name}.ipynb', folder=str(folder/name), limit=80, **parameters)
-        found[name] = json.loads((folder/name/'result.json').read_text()) | {'picture': folder/name/'alignment.png'}
-    return found
+    return smoke_runs(tmp_path_factory, 'alignment', {'plain': {'epochs': 4}, 'other': {'epochs': 2, 'dim': 8, 'ridge': 0.2, 'center': True, 'n_points': 2, 'n_views': 2, 'n_seeds': 2}}, limit=80)
 
 
 def test_result_is_complete_and_marked_as_smoke(results):

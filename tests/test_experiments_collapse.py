@@ -1,11 +1,11 @@
 """The collapse experiment: the known law does what theory says also in a smoke run, the loss is the equation's, and parameters matter."""
-import json
 from pathlib import Path
 
 import pytest
 
 from peira_krepes.lab.results import check_result
 from peira_krepes.lab.runs import run
+from smoke import smoke_runs
 from peira_krepes.peira.dynamics import distillation_fixed_points
 from peira_krepes.peira.energy import minimum_energy
 
@@ -15,12 +15,7 @@ NOTEBOOK = Path(__file__).resolve().parents[1]/'nbs'/'experiments'/'collapse.ipy
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     "Two runs on few images for one epoch: the default law, and another one with another ridge, decay and factor."
-    folder = tmp_path_factory.mktemp('collapse')
-    found = {}
-    for name, parameters in (('plain', {}), ('other', {'spectrum': [0.8, 0.5], 'ridge': 0.2, 'decay': 0.1, 'heavy': 0.5, 'scales': [0.05], 'dim': 8})):
-        run(NOTEBOOK, folder/f'{name}.ipynb', folder=str(folder/name), limit=60, epochs=1, **parameters)
-        found[name] = json.loads((folder/name/'result.json').read_text()) | {'folder': folder/name}
-    return found
+    return smoke_runs(tmp_path_factory, 'collapse', {'plain': {}, 'other': {'spectrum': [0.8, 0.5], 'ridge': 0.2, 'decay': 0.1, 'heavy': 0.5, 'scales': [0.05], 'dim': 8}}, limit=60, epochs=1)
 
 
 def test_result_is_complete_and_marked_as_smoke(results):

@@ -1,5 +1,4 @@
 """The experiment on selection without labels: a smoke run holds what is true by construction, and its parameters matter."""
-import json
 from pathlib import Path
 from statistics import mean
 
@@ -8,6 +7,7 @@ from scipy.stats import spearmanr
 
 from peira_krepes.lab.results import check_result
 from peira_krepes.lab.runs import run
+from smoke import smoke_runs
 
 NOTEBOOK = Path(__file__).resolve().parents[1]/'nbs'/'experiments'/'label_free_selection.ipynb'
 SMALL = {'limit': 100, 'dim': 8, 'lengths': [1, 2, 3], 'grid_epochs': 1, 'batch_sizes': [25], 'hiddens': [16]}
@@ -17,12 +17,7 @@ SCORES, PROBES = ('negative_energy', 'rankme', 'lidar', 'lejepa'), ('linear', 'k
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     "Two runs on few images: the defaults, and centred moments with another ridge, two seeds and three learning rates at one strength."
-    folder = tmp_path_factory.mktemp('label_free_selection')
-    found = {}
-    for name, parameters in (('plain', {}), ('other', {'center': True, 'ridge': 0.2, 'n_seeds': 2, 'learning_rates': [0.0005, 0.002, 0.008], 'strengths': [1], 'n_pairs': 1})):
-        run(NOTEBOOK, folder/f'{name}.ipynb', folder=str(folder/name), **SMALL, **parameters)
-        found[name] = json.loads((folder/name/'result.json').read_text()) | {'folder': folder/name}
-    return found
+    return smoke_runs(tmp_path_factory, 'label_free_selection', {'plain': {}, 'other': {'center': True, 'ridge': 0.2, 'n_seeds': 2, 'learning_rates': [0.0005, 0.002, 0.008], 'strengths': [1], 'n_pairs': 1}}, **SMALL)
 
 
 def test_result_is_complete_and_marked_as_smoke(results):

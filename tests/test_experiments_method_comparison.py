@@ -1,5 +1,4 @@
 """The comparison of methods: every run is there, differences are those of equal seeds and rates, a diverged run is recorded, and parameters matter."""
-import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +6,7 @@ import pytest
 from peira_krepes.lab.methods import METHODS
 from peira_krepes.lab.results import check_result
 from peira_krepes.lab.runs import run
+from smoke import smoke_runs
 
 NOTEBOOK = Path(__file__).resolve().parents[1]/'nbs'/'experiments'/'method_comparison.ipynb'
 SMALL = {'limit': 80, 'epochs': 1, 'dim': 8, 'hidden': 16, 'batch_size': 20}
@@ -15,12 +15,7 @@ SMALL = {'limit': 80, 'epochs': 1, 'dim': 8, 'hidden': 16, 'batch_size': 20}
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     "All methods with one seed; and three of them with two seeds and a grid of rates, of which the last is absurd."
-    folder = tmp_path_factory.mktemp('method_comparison')
-    found = {}
-    for name, parameters in (('all', {}), ('grid', {'methods': ['byol', 'vicreg'], 'n_seeds': 2, 'learning_rates': [0.005, 0.001, 1e30], 'ridge': 0.2})):
-        run(NOTEBOOK, folder/f'{name}.ipynb', folder=str(folder/name), **SMALL, **parameters)
-        found[name] = json.loads((folder/name/'result.json').read_text()) | {'folder': folder/name}
-    return found
+    return smoke_runs(tmp_path_factory, 'method_comparison', {'all': {}, 'grid': {'methods': ['byol', 'vicreg'], 'n_seeds': 2, 'learning_rates': [0.005, 0.001, 1e30], 'ridge': 0.2}}, **SMALL)
 
 
 def test_result_is_complete_and_marked_as_smoke(results):

@@ -1,11 +1,11 @@
 """The experiment on the ridge: a smoke run holds what is true by construction, and its parameters matter."""
-import json
 from pathlib import Path
 
 import pytest
 
 from peira_krepes.lab.results import check_result
 from peira_krepes.lab.runs import run
+from smoke import smoke_runs
 from peira_krepes.peira.energy import minimum_energy
 
 NOTEBOOK = Path(__file__).resolve().parents[1]/'nbs'/'experiments'/'ridge_sensitivity.ipynb'
@@ -15,12 +15,7 @@ SMALL = {'limit': 120, 'dim': 8, 'batch_size': 30}
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     "Two runs: the default values, and others with two seeds and weights of their own."
-    folder = tmp_path_factory.mktemp('ridge_sensitivity')
-    found = {}
-    for name, parameters in (('plain', {}), ('other', {'ridges': [0.4, 0.05], 'weights': [0.05, 0.3, 0.9], 'n_seeds': 2, 'epochs': 1, 'n_pairs': 1})):
-        run(NOTEBOOK, folder/f'{name}.ipynb', folder=str(folder/name), **SMALL, **parameters)
-        found[name] = json.loads((folder/name/'result.json').read_text()) | {'folder': folder/name}
-    return found
+    return smoke_runs(tmp_path_factory, 'ridge_sensitivity', {'plain': {}, 'other': {'ridges': [0.4, 0.05], 'weights': [0.05, 0.3, 0.9], 'n_seeds': 2, 'epochs': 1, 'n_pairs': 1}}, **SMALL)
 
 
 def test_result_is_complete_and_marked_as_smoke(results):

@@ -1,11 +1,11 @@
 """The saddle-point experiment: a smoke run agrees with the theory, and its parameters matter."""
-import json
 from pathlib import Path
 
 import pytest
 
 from peira_krepes.lab.results import check_result
 from peira_krepes.lab.runs import run
+from smoke import smoke_runs
 from peira_krepes.peira.energy import minimum_energy
 
 NOTEBOOK = Path(__file__).resolve().parents[1]/'nbs'/'experiments'/'saddle_points.ipynb'
@@ -14,12 +14,7 @@ NOTEBOOK = Path(__file__).resolve().parents[1]/'nbs'/'experiments'/'saddle_point
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     "Two runs: the defaults, and a law with a tie, another ridge and one dimension."
-    folder = tmp_path_factory.mktemp('saddle_points')
-    found = {}
-    for name, parameters in (('plain', {}), ('other', {'spectrum': [0.6, 0.6], 'ridge': 0.3, 'dim': 1, 'n_seeds': 2})):
-        run(NOTEBOOK, folder/f'{name}.ipynb', folder=str(folder/name), **parameters)
-        found[name] = json.loads((folder/name/'result.json').read_text()) | {'picture': folder/name/'saddle_points.png'}
-    return found
+    return smoke_runs(tmp_path_factory, 'saddle_points', {'plain': {}, 'other': {'spectrum': [0.6, 0.6], 'ridge': 0.3, 'dim': 1, 'n_seeds': 2}})
 
 
 def test_result_is_complete_and_marked_as_smoke(results):

@@ -12,7 +12,8 @@ from peira_krepes.lab.methods import ObjectiveMethod, statistics
 from peira_krepes.lab.pretrain import main, parser, pretrain
 from peira_krepes.lab.probes import collapse_alarm
 from peira_krepes.lab.optimizers import learning_rate_at, parameter_groups
-from peira_krepes.lab.training import Run, Settings, own_random_numbers
+from peira_krepes.lab.randomness import own_random_numbers
+from peira_krepes.lab.training import Run, Settings
 from peira_krepes.lab.views import ViewPolicy, policy_for, two_views
 from peira_krepes.objectives.peira import PEIRA
 

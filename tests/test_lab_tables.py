@@ -14,7 +14,7 @@ from oracles import encoded_table
 from sklearn.datasets import fetch_covtype, fetch_openml, load_breast_cancer
 
 from peira_krepes.lab import tables as module
-from peira_krepes.lab.columns import TableEncoder, category_text
+from peira_krepes.lab.columns import ColumnEncoder, category_text
 from peira_krepes.lab.tables import TableData, load_table, read_table
 
 CANCER = load_breast_cancer(as_frame=True).frame
@@ -42,7 +42,7 @@ def cells(frame): return [[None if pd.isna(v) else v for v in row] for row in fr
 def test_encoding_equals_the_loop_over_cells(most):
     frame = mixed().drop(columns='label')
     train, test = frame[:150], frame[150:].assign(word=lambda f: f['word'].where(f.index != 160, 'unseen'))
-    encoder = TableEncoder(['code'], max_categories=most).fit(train)
+    encoder = ColumnEncoder(['code'], max_categories=most).fit(train)
     words = [list(frame).index(c) for c in ('code', 'word', 'big')]
     for part in (train, test):
         wanted = torch.tensor(encoded_table(cells(train), cells(part), words, most), dtype=torch.float64)
@@ -52,7 +52,7 @@ def test_encoding_equals_the_loop_over_cells(most):
 
 
 def test_groups_and_names_describe_the_columns():
-    encoder = TableEncoder(['code'], max_categories=4).fit(mixed().drop(columns='label'))
+    encoder = ColumnEncoder(['code'], max_categories=4).fit(mixed().drop(columns='label'))
     assert encoder.features == ('texture', 'area', 'smoothness', 'flat', 'code', 'word', 'big')
     assert encoder.columns == ('texture', 'texture is missing', 'area', 'smoothness', 'flat', 'code=1', 'code=2', 'code=30', 'word=(missing)', 'word=a', 'word=b', 'word=(rare)', 'big=False', 'big=True') or \
         encoder.columns[8:12] == ('word=a', 'word=b', 'word=c', 'word=(rare)')
@@ -61,19 +61,19 @@ def test_groups_and_names_describe_the_columns():
 
 def test_statistics_are_of_the_fitted_rows_and_constant_columns_stay_finite():
     frame = mixed().drop(columns='label')
-    encoder = TableEncoder().fit(frame[:100])
+    encoder = ColumnEncoder().fit(frame[:100])
     values = encoder.transform(frame[:100])
     number = torch.tensor([c in ('texture', 'area', 'smoothness') for c in encoder.columns])
     assert values[:, number].mean(0).abs().max() < 1e-5 and (values[:, number].std(0, correction=0) - 1).abs().max() < 1e-4
     assert (values[:, encoder.columns.index('flat')] == 0).all()
     assert torch.equal(encoder.transform(frame)[:100], values) and torch.equal(encoder.transform(frame[:1])[0], values[0])
-    huge = TableEncoder().fit(pd.DataFrame({'x': [1e9 + 0.25]*10, 'y': [1e-30]*10}))
+    huge = ColumnEncoder().fit(pd.DataFrame({'x': [1e9 + 0.25]*10, 'y': [1e-30]*10}))
     assert (huge.transform(pd.DataFrame({'x': [1e9 + 0.25], 'y': [1e-30]})) == 0).all()
 
 
 def test_a_column_without_any_value_and_one_that_gets_its_first_gap_later():
     train = pd.DataFrame({'empty': [np.nan]*4, 'full': [1.0, 2, 3, 6]})
-    encoder = TableEncoder().fit(train)
+    encoder = ColumnEncoder().fit(train)
     assert encoder.columns == ('empty', 'empty is missing', 'full')
     out = encoder.transform(pd.DataFrame({'empty': [5.0, np.nan], 'full': [np.nan, 2.5]}))
     assert out.isfinite().all() and out[0, 2] == out[1, 2]                                     # the median, 2.5
@@ -83,33 +83,33 @@ def test_a_column_without_any_value_and_one_that_gets_its_first_gap_later():
 @pytest.mark.parametrize('kind', ['object', 'category', 'string', 'str'])
 def test_words_of_every_pandas_type_encode_alike(kind):
     frame = mixed()[['area', 'word']]
-    reference = TableEncoder().fit(frame)
+    reference = ColumnEncoder().fit(frame)
     other = frame.astype({'word': kind})
-    encoder = TableEncoder().fit(other)
+    encoder = ColumnEncoder().fit(other)
     assert encoder.columns == reference.columns and torch.equal(encoder.transform(other), reference.transform(frame))
 
 
 @pytest.mark.parametrize('kind', ['float32', 'Int64', 'Float64', 'int8', 'uint16'])
 def test_numbers_of_every_pandas_type_encode_alike(kind):
     frame = pd.DataFrame({'x': [1, 5, 2, 7, 100]})
-    plain, other = TableEncoder().fit(frame), TableEncoder().fit(frame.astype(kind))
+    plain, other = ColumnEncoder().fit(frame), ColumnEncoder().fit(frame.astype(kind))
     assert torch.equal(plain.transform(frame), other.transform(frame.astype(kind)))
     if kind[0] in 'IF':
         gaps = pd.DataFrame({'x': pd.array([1, None, 2, 7, 100], dtype=kind)})
-        assert TableEncoder().fit(gaps).transform(gaps)[:, 1].tolist() == [0, 1, 0, 0, 0]
+        assert ColumnEncoder().fit(gaps).transform(gaps)[:, 1].tolist() == [0, 1, 0, 0, 0]
 
 
 def test_a_code_stays_the_same_category_when_pandas_makes_it_a_float():
     assert category_text(pd.Series([3, 4])).tolist() == category_text(pd.Series([3.0, 4.0, None]))[:2].tolist() == ['3', '4']
     assert category_text(pd.Series([0.5, 3.0, np.nan])).tolist() == ['0.5', '3', '(missing)'] and category_text(pd.Series([True, None], dtype=object)).tolist() == ['True', '(missing)']
-    encoder = TableEncoder(['c']).fit(pd.DataFrame({'c': [1, 2, 2]}))
+    encoder = ColumnEncoder(['c']).fit(pd.DataFrame({'c': [1, 2, 2]}))
     assert encoder.transform(pd.DataFrame({'c': [2.0, np.nan]})).tolist() == [[0, 1], [0, 0]]
 
 
 def test_the_encoder_can_be_stored_and_leaves_the_frame_alone():
     frame = mixed().drop(columns='label')
     copy = frame.copy()
-    encoder = TableEncoder(['code']).fit(frame)
+    encoder = ColumnEncoder(['code']).fit(frame)
     values = encoder.transform(frame)
     pd.testing.assert_frame_equal(frame, copy)
     again = pickle.loads(pickle.dumps(encoder))
@@ -121,19 +121,19 @@ def test_the_encoder_can_be_stored_and_leaves_the_frame_alone():
     (ValueError, r"lacks the columns \['area'\]", lambda f: f.drop(columns='area')), (ValueError, "'area' was numeric in the training rows", lambda f: f.assign(area='large')),
     (ValueError, "'area' holds infinity in row 0", lambda f: f.assign(area=np.inf))])
 def test_rows_that_do_not_fit_name_the_column(error, match, change):
-    encoder = TableEncoder().fit(mixed())
+    encoder = ColumnEncoder().fit(mixed())
     with pytest.raises(error, match=match): encoder.transform(change(mixed()))
 
 
 def test_columns_that_have_no_encoding_are_named():
     for value in (pd.Timestamp('2020-01-01'), pd.Timedelta('1D'), 1j):
-        with pytest.raises(TypeError, match="column 'when' has type .* leave it out"): TableEncoder().fit(pd.DataFrame({'when': [value]*3}))
-    with pytest.raises(ValueError, match=r"categorical names \['planet'\]"): TableEncoder(['planet']).fit(mixed())
-    with pytest.raises(ValueError, match='max_categories'): TableEncoder(max_categories=1)
+        with pytest.raises(TypeError, match="column 'when' has type .* leave it out"): ColumnEncoder().fit(pd.DataFrame({'when': [value]*3}))
+    with pytest.raises(ValueError, match=r"categorical names \['planet'\]"): ColumnEncoder(['planet']).fit(mixed())
+    with pytest.raises(ValueError, match='max_categories'): ColumnEncoder(max_categories=1)
 
 
 def test_an_encoding_larger_than_memory_is_refused_with_its_bytes(monkeypatch):
-    encoder = TableEncoder().fit(mixed())
+    encoder = ColumnEncoder().fit(mixed())
     monkeypatch.setattr('os.sysconf', lambda name: 100)
     with pytest.raises(ValueError, match=rf'200 rows of {len(encoder.columns)} encoded columns take [\d,]+ bytes, more than half .* 10,000'): encoder.transform(mixed())
 
@@ -146,7 +146,7 @@ def test_both_splits_share_columns_classes_and_statistics():
     assert train.columns == test.columns and train.classes == test.classes == ('benign', 'malignant')
     for data in (train, test):
         assert [data.classes[y] for y in data.labels] == frame.loc[data.table.index, 'label'].tolist()
-        assert torch.equal(data.values, TableEncoder().fit(frame.loc[train.table.index].drop(columns='label')).transform(data.table))
+        assert torch.equal(data.values, ColumnEncoder().fit(frame.loc[train.table.index].drop(columns='label')).transform(data.table))
     shares = test.labels.bincount()*200/40 - torch.tensor(frame['label'].value_counts()[['benign', 'malignant']].tolist())
     assert shares.abs().max() <= 5 and not any(c.startswith('label') for c in train.columns)
 
@@ -324,7 +324,7 @@ def test_batches_and_subset():
     (ValueError, 'values must be finite', dict(values=torch.full((6, 3), float('nan')))), (ValueError, r'values must have shape \(n, d\)', dict(values=torch.zeros(6))),
     (TypeError, 'int64', dict(labels=torch.zeros(6))), (ValueError, r'labels must have shape \(6,\)', dict(labels=torch.zeros(5).long())),
     (ValueError, 'positions in the 1 classes', dict(classes=('a',))), (ValueError, 'table must have one row for each of the 6', dict(table=pd.DataFrame({'a': [1]}))),
-    (ValueError, r'\(n, 2\)', dict(encoder=TableEncoder().fit(pd.DataFrame({'a': [1, 2], 'b': [3, 4]}))))])
+    (ValueError, r'\(n, 2\)', dict(encoder=ColumnEncoder().fit(pd.DataFrame({'a': [1, 2], 'b': [3, 4]}))))])
 def test_table_data_refuses(error, match, change):
     with pytest.raises(error, match=match): dataclasses.replace(plain(), **change)
 

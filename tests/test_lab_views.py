@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as reference
 
 from peira_krepes.lab import views as module
 from peira_krepes.lab.data import ImageData, load_images
-from peira_krepes.lab.columns import TableEncoder
+from peira_krepes.lab.columns import ColumnEncoder
 from peira_krepes.lab.corruption import CorruptionPolicy, corrupt
 from peira_krepes.lab.distortions import solarise
 from peira_krepes.lab.policies import POLICIES, byol_policies, policy_from_record, simclr_policy
@@ -489,7 +489,7 @@ def test_columns_and_sources_are_drawn_equally_often():
 
 def test_groups_move_together_and_values_stay_in_their_column():
     frame = pd.DataFrame({'x': np.arange(50.0), 'c': list('abcde')*10, 'y': [None, *range(49)]})
-    encoder = TableEncoder().fit(frame)
+    encoder = ColumnEncoder().fit(frame)
     rows = encoder.transform(frame)
     policy = policy_for(TableData(rows, torch.zeros(50).long(), ('u',), 't', 'train', frame, encoder))
     assert policy == CorruptionPolicy(0.6, (0, 1, 1, 1, 1, 1, 2, 2), False)

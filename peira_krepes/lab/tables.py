@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TableData', 'read_table', 'load_table']
 
-# %% ../../nbs/lab/15_tables.ipynb #6d405275
+# %% ../../nbs/lab/15_tables.ipynb #bc40500f
 import hashlib, os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,10 @@ from sklearn.datasets import fetch_covtype, fetch_openml, load_breast_cancer
 from torch import Tensor
 
 from ..core.checks import check_choice, check_count, check_indices, check_matrix, check_number
-from .columns import TableEncoder, category_text
+from .columns import ColumnEncoder, category_text
 from .rows import check_labels, check_rows, held_out, stratified
 
-# %% ../../nbs/lab/15_tables.ipynb #36a24d43
+# %% ../../nbs/lab/15_tables.ipynb #8e90c354
 @dataclass(frozen=True, eq=False, repr=False)
 class TableData:
     """Encoded rows with labels, class names, the raw rows they come from and the checksum of exactly these values.
@@ -34,7 +34,7 @@ class TableData:
     name: str # the data set, as results cite it
     split: str # "train" or "test"
     table: pd.DataFrame | None = None # (n,.) the raw rows
-    encoder: TableEncoder | None = None # what made values from the table; None = every column stands for itself
+    encoder: ColumnEncoder | None = None # what made values from the table; None = every column stands for itself
     checksum: str = field(init=False) # sha256, hexadecimal, of the bytes of values and then labels
 
     def __post_init__(self):
@@ -152,7 +152,7 @@ def _both(source, test, root):
     if odd := set(frame.columns) ^ set(second.columns): raise ValueError(f"source and test must have the same columns; only one of them has {sorted(odd)}.")
     return pd.concat([frame, second], ignore_index=True), torch.arange(len(frame) + len(second)) >= len(frame), name, target
 
-# %% ../../nbs/lab/15_tables.ipynb #6184e498
+# %% ../../nbs/lab/15_tables.ipynb #92780cb9
 def load_table(
     source, # "breast_cancer", a DataFrame, a path (.csv, .tsv, .parquet), "openml:NAME", "openml:NAME@VERSION", or "covtype"
     target: str | None = None, # column with the labels; None = the source's usual one, or no labels
@@ -176,7 +176,7 @@ def load_table(
     if not isinstance(target, (str, int, type(None))): raise TypeError(f"target must be the name of one column; got {target!r}. Choose one.")
     target, leave_out = usual if target is None else str(target), [leave_out] if isinstance(leave_out, str) else list(map(str, leave_out))
     if unknown := {*leave_out, *([target] if target else [])} - set(frame.columns): raise ValueError(f"the table has no column {sorted(unknown)}; it has {list(frame.columns)}.")
-    return _split_and_encode(frame, mask, name, target, split, test_fraction, seed, limit, leave_out, TableEncoder(categorical, max_categories))
+    return _split_and_encode(frame, mask, name, target, split, test_fraction, seed, limit, leave_out, ColumnEncoder(categorical, max_categories))
 
 # %% ../../nbs/lab/15_tables.ipynb #8d969894
 def _split_and_encode(frame, mask, name, target, split, fraction, seed, limit, leave_out, encoder):
